@@ -1,0 +1,47 @@
+"""Mixture of experts: the router's choice, and the routed experts for few or many rows."""
+import torch
+import torch.nn.functional as F
+
+
+def route(x, router, bias, *, scoring, topk, groups, topk_groups, group_top, normalise, scaling):
+    """Which experts each row takes, and with what weight (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; V2's softmax routing too).
+
+    x [N, h]; router fp32 [E, h]; bias fp32 [E] or None: it steers the selection only, never the weight. A group's score is the sum of its
+    `group_top` best experts (2 in V3, 1 in V2); outside the topk_groups best groups no expert is taken.
+    Returns ids int64 [N, topk], weights fp32 [N, topk], sum-normalised if `normalise`, times `scaling`. All in fp32.
+    """
+    scores = F.linear(x.float(), router)
+    scores = scores.sigmoid() if scoring == "sigmoid" else scores.softmax(-1)
+    select = scores if bias is None else scores + bias
+    if groups > 1:
+        per_group = select.unflatten(-1, (groups, -1))
+        best = per_group.topk(group_top, -1).values.sum(-1).topk(topk_groups, -1).indices
+        outside = torch.ones_like(per_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        select = per_group.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    ids = select.topk(topk, -1).indices
+    weights = scores.gather(-1, ids)
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * scaling
+
+
+def moe(x, w13, w2, ids, weights):
+    """sum over a row's experts of weight * down(silu(gate x) * up x).
+
+    x [N, h]; w13 [E, 2I, h], gate rows first; w2 [E, h, I]; ids, weights [N, k]. Returns fp32 [N, h]. Experts are summed in ascending
+    order, so the result does not depend on the order in which top-k returned them.
+    """
+    experts, inter = w2.shape[0], w2.shape[2]
+    dense = weights.new_zeros(x.shape[0], experts).scatter_(1, ids, weights)                           # [N, E]
+    active = torch.unique(ids).tolist()
+    if 2 * len(active) >= experts and x.shape[0] <= 16 and x.shape[0] * experts * inter <= 2**22:
+        # few rows, most experts wanted: two batched products over all of them beat one small product an expert (1.9x at 7 rows, CPU)
+        gate, up = torch.matmul(x, w13.transpose(1, 2)).chunk(2, -1)                                   # [E, N, I]
+        return torch.bmm(F.silu(gate).mul_(up).mul_(dense.T[..., None]), w2.transpose(1, 2)).float().sum(0)
+    out = x.new_zeros(x.shape, dtype=torch.float32)
+    for e in active:
+        rows = slice(None) if x.shape[0] <= 16 else dense[:, e].nonzero().flatten()
+        gate, up = F.linear(x[rows], w13[e]).chunk(2, -1)
+        part = F.linear(F.silu(gate) * up, w2[e]).float() * dense[rows, e, None]
+        out[rows] = out[rows] + part
+    return out
