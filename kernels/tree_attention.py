@@ -52,8 +52,12 @@ class View:
 
     @cached_property
     def unseen(self):
-        """Cache entries that no row sees: they may hold anything, NaN too, and 0 * NaN must not reach a sum. bool [B, extent, 1, 1]"""
-        return ~self.visible.any(1)[..., None, None]
+        """Cache entries that no row sees: they may hold anything, NaN too, and 0 * NaN must not reach a sum.
+
+        bool [B, extent, 1, 1], or None when there are none (asked on the CPU only: on CUDA the question would stop the queue).
+        """
+        unseen = ~self.visible.any(1)[..., None, None]
+        return unseen if unseen.is_cuda or unseen.any() else None
 
 
 def tree_attention(q, cache, view, scale, values):
@@ -64,7 +68,8 @@ def tree_attention(q, cache, view, scale, values):
     """
     batch, rows, heads, dk = q.shape
     kv_heads = cache.shape[1]
-    entries = cache[view.index].masked_fill(view.unseen, 0)                                            # [B, S, KV, width]
+    entries = cache.index_select(0, view.index.flatten()).unflatten(0, view.index.shape)               # [B, S, KV, width]
+    entries = entries if view.unseen is None else entries.masked_fill_(view.unseen, 0)
     entries = entries.float().transpose(1, 2)                                                          # [B, KV, S, width]
     keys, lifted = entries[..., :dk].transpose(2, 3), entries[..., values]
     q = q.float().unflatten(2, (kv_heads, heads // kv_heads)).transpose(1, 2)                          # [B, KV, R, G, dk]

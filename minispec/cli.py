@@ -1,0 +1,208 @@
+"""The command line. Only results go to stdout; what it is doing, load reports, progress and errors go to stderr.
+
+Exit status: 0, 2 on bad input (one line that begins `minispec: error:`), 130 on Ctrl-C.
+"""
+import json
+import os
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import click
+
+from minispec import __version__
+from minispec.errors import MinispecError
+from minispec.options import DIALECT, ENGINE, MODELS, SAMPLING, Ids, stacked
+from minispec.printer import Printer
+from minispec.stats import Acceptance, gather
+
+
+def note(line):
+    click.echo(f"minispec: {line}", err=True)
+
+
+def given(options):
+    """The options that were set on the command line: the rest keeps the default of what they are passed to."""
+    return {name: value for name, value in options.items() if value is not None and value != ()}
+
+
+class Progress:
+    """A line about loading every two seconds."""
+
+    def __init__(self):
+        self.last = perf_counter()
+
+    def __call__(self, done, total):
+        if perf_counter() - self.last > 2:
+            note(f"{done} of {total} tensors read")
+            self.last = perf_counter()
+
+
+def open_engine(**options):
+    note(f"loading {options.get('target') or 'the default target'}, draft {options.get('draft') or 'of the default pair'}")
+    from minispec.engine import Engine
+
+    began = perf_counter()
+    engine = Engine(**given(options), progress=Progress())
+    for line in engine.report:
+        note(line)
+    note(f"loaded in {perf_counter() - began:.1f} s")
+    return engine
+
+
+def read_prompts(texts, files, ids):
+    """Prompts in the order texts, files, ids. A prompt `-` is standard input, read once, kept to the byte."""
+    prompts = []
+    if texts.count("-") > 1:
+        raise MinispecError("--prompt - is given twice, but standard input can be read once")
+    if "-" in texts and sys.stdin.isatty():
+        note("reading the prompt from standard input; end it with Ctrl-D")
+    for text in texts:
+        prompts.append(decoded(sys.stdin.buffer.read(), "--prompt -") if text == "-" else decoded(os.fsencode(text), "--prompt"))
+    for file in files:
+        try:
+            prompts.append(decoded(Path(file).read_bytes(), file))
+        except OSError as error:
+            raise MinispecError(f"--prompt-file {file}: {error.strerror}; give a readable text file") from error
+    prompts += [list(x) for x in ids]
+    if not prompts or not all(prompts):
+        what = f"prompt {prompts.index('') + 1} is empty" if prompts else "no prompt"
+        raise MinispecError(f"{what}; give --prompt TEXT, --prompt - for standard input, or --prompt-file FILE")
+    return prompts
+
+
+def decoded(data, where):
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start} is {data[error.start]:#04x}"
+        raise MinispecError(f"{where}: {found}, which is not UTF-8; convert the text") from error
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="minispec")
+def commands():
+    """EAGLE-3 speculative decoding for mixture-of-experts models of the DeepSeek-V3 family.
+
+    token: an id. node: a token in a draft tree; the root is the pending true token. depth: the root's is 0. accepted: draft
+    tokens only. emitted: accepted + 1. acceptance length: emitted tokens a round.
+    """
+
+
+@commands.command()
+@click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="Text to continue, - for standard input; may be repeated.")
+@click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A file that is one prompt; may be repeated.")
+@click.option("--prompt-ids", "ids", multiple=True, type=Ids(), help="A prompt as token ids; may be repeated.")
+@click.option("--chat", is_flag=True, help="Put each prompt through the chat template as one user message.")
+@stacked(*SAMPLING, *ENGINE)
+@click.option("--stats", is_flag=True, help="Acceptance and speed, on stderr.")
+@click.option("--show-draft", is_flag=True, help="Mark accepted draft tokens: green on a terminal, [brackets] elsewhere.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
+def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
+    """Continue prompts; the text streams to stdout."""
+    from minispec.params import SamplingParams
+
+    prompts = read_prompts(texts, files, ids)
+    names = SamplingParams.__dataclass_fields__
+    chosen = given({name: options.pop(name) for name in list(options) if name in names})
+    if "logit_bias" in chosen:
+        chosen["logit_bias"] = dict(chosen["logit_bias"])
+    params = SamplingParams(**chosen)
+    with open_engine(**options) as engine:
+        inputs = [chat_ids(engine, prompt) for prompt in prompts] if chat else prompts
+        if engine.tokenizer and engine.tokenizer.has_template and not chat:
+            note("this target has a chat template; the prompt is continued as it is, --chat applies the template")
+        began = perf_counter()
+        if as_json:
+            note(f"generating; --json prints when the last of {len(prompts)} prompts is done")
+            outputs = engine.generate(inputs, params)
+            click.echo(json.dumps(as_object(engine, prompts, outputs, perf_counter() - began), ensure_ascii=False))
+        else:
+            stream(engine, prompts, inputs, params, show_draft, stats, began)
+
+
+def chat_ids(engine, prompt):
+    if engine.tokenizer is None or isinstance(prompt, list):
+        raise MinispecError("--chat needs a text prompt and a target with tokenizer files")
+    return engine.tokenizer.chat(prompt)[0]
+
+
+def stream(engine, prompts, inputs, params, show_draft, stats, began):
+    coming = engine.stream(inputs, params)                      # checks every prompt, so that nothing is printed before an error
+    printer, events, first = Printer(engine, prompts, show_draft), [], None
+    for event in coming:
+        first = first or perf_counter()
+        events.append(event)
+        printer.add(event)
+    printer.end()
+    if stats:
+        outputs, seconds = gather(events), perf_counter() - first
+        for line in Acceptance.of(outputs, engine.draft_steps).lines():
+            note(line)
+        count = sum(len(out.ids) for out in outputs)
+        rate = (count - len(outputs)) / max(seconds, 1e-9)
+        note(f"first token after {first - began:.3f} s; {count} tokens, {rate:.1f} tokens/s after it")
+
+
+def as_object(engine, prompts, outputs, seconds):
+    return {
+        "outputs": [{"prompt": prompt, **{name: getattr(out, name) for name in out.__dataclass_fields__}}
+                    for prompt, out in zip(prompts, outputs)],
+        "stats": {**Acceptance.of(outputs, engine.draft_steps).as_dict(), "seconds": seconds},
+        "minispec": __version__,
+    }
+
+
+@commands.command()
+@click.argument("directory", required=False, metavar="[DIR]")
+@stacked(*MODELS, *DIALECT)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def inspect(directory, as_json, **options):
+    """What is in a checkpoint, target or draft; the pair that comes with minispec without DIR."""
+    from minispec.inspection import describe, render
+
+    found = describe(directory, **given(options))
+    click.echo(json.dumps(found, ensure_ascii=False) if as_json else render(found))
+
+
+@commands.command()
+@stacked(*ENGINE)
+@click.option("--prompts", metavar="FILE",
+              help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}; 12 prompts come with minispec.')
+@click.option("--max-tokens", type=int, default=96, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times that each prompt runs in each mode.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads; default: what torch takes.")
+@click.option("--json", "file", metavar="FILE", help="Write the result here as well.")
+def bench(prompts, max_tokens, repeats, threads, file, **options):
+    """Plain and speculative decoding in one process; no speed-up is printed before their ids are equal."""
+    import torch
+
+    from minispec.bench import measure, read_jsonl
+
+    prompts = read_jsonl(prompts)
+    if threads:
+        torch.set_num_threads(threads)
+    with open_engine(**options) as engine:
+        result = measure(engine, prompts, max_tokens, repeats, note, click.echo)
+    text = json.dumps(result)
+    if file:
+        Path(file).write_text(text + "\n", "utf-8")
+    click.echo(text)
+    return 0 if result["equal"] else 1
+
+
+def main():
+    # waiting OpenMP threads that spin slow a busy machine down tens of times; this is read when torch starts
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        status = commands(prog_name="minispec", standalone_mode=False)
+    except click.exceptions.Abort:
+        note("interrupted")
+        status = 130
+    except click.ClickException as error:
+        note("error: " + " ".join(error.format_message().split()))
+        status = 2
+    except MinispecError as error:
+        note("error: " + " ".join(str(error).split()))
+        status = 2
+    sys.exit(status if isinstance(status, int) else 0)

@@ -1,0 +1,80 @@
+"""What this machine has: the device, its free memory, and what fits into it, asked before anything is allocated."""
+import os
+from pathlib import Path
+
+import torch
+
+from minispec.errors import MinispecError
+
+HEADROOM = 0.9      # the rest is for activations and the allocator's own losses
+
+
+def resolve_device(name):
+    """torch.device of a name; MinispecError for one that this machine or this build of torch lacks."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise MinispecError(f'device {name!r} is not known; give "auto", "cpu", "cuda" or "cuda:N"')
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise MinispecError(f"device {name!r} is not there: this machine shows torch {count} CUDA devices; give cpu")
+    return device
+
+
+def resolve_dtype(name, device):
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    names = ("float32", "bfloat16", "float16")
+    name = str(name).removeprefix("torch.")
+    if name not in names:
+        raise MinispecError(f"dtype {name!r} is not known; give auto, {', '.join(names)}")
+    return getattr(torch, name)
+
+
+def available(device):
+    """Bytes that can still be allocated on the device; on the CPU the least of free memory and the container's limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        limits += [int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable")]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        limits.append(int(text) - int(used.read_text()))
+    return min(limits)
+
+
+def size(count):
+    """Bytes for people."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def weight_bytes(shapes, dtype):
+    """Bytes of parameters with these shapes. fp32 where layers.allocate keeps it is a rounding error here."""
+    return sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+
+
+def plan(free, weights, token, batch, length, context, scratch):
+    """How long a request may be, and how many tokens the caches hold.
+
+    free: bytes available; weights: bytes of parameters; token: cache bytes a token; length: what the user asked for, or None.
+    Returns (max_length, cache tokens, reason). MinispecError when the weights or the requested length do not fit.
+    """
+    room = int(free * HEADROOM) - weights
+    if room < token * (scratch + 2):
+        raise MinispecError(f"weights need {size(weights)}, {size(free)} is free on this device: use a smaller checkpoint, a smaller dtype, "
+                            "or more memory")
+    fits = room // token - scratch
+    if length is None:
+        longest, reason = min(context, fits), "the target's context" if context <= fits else f"what {size(free)} of free memory holds"
+    elif length > fits:
+        raise MinispecError(f"max_length={length} needs {size(weights + token * (length + scratch))}, {size(free)} is free on this device: "
+                            f"max_length={fits} fits")
+    else:
+        longest, reason = length, "as asked"
+    return longest, min(batch * (longest + scratch), fits + scratch), reason

@@ -1,0 +1,277 @@
+"""The public API: builds everything, runs the loop."""
+from collections import deque
+from copy import copy
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+
+import torch
+
+from minispec.batch import Batch
+from minispec.cache import Cache
+from minispec.config import TargetConfig
+from minispec.device import available, plan, resolve_device, resolve_dtype, size, weight_bytes
+from minispec.draft import Draft, kv_shape
+from minispec.errors import MinispecError
+from minispec.hidden import HiddenBuffer
+from minispec.kernels.choose import Sampling
+from minispec.pages import Pages
+from minispec.params import SamplingParams
+from minispec.request import Request
+from minispec.scheduler import Scheduler
+from minispec.speculate import Shape, Speculator
+from minispec.target import Target
+from minispec.text import Decoder
+from minispec.tokenizer import Tokenizer, stop_ids
+from minispec.weights import load
+from minispec.weights.draft import load_draft, open_draft
+
+
+@dataclass(frozen=True)
+class Score:
+    """logits fp32 [n, vocab] and states [n, A * hidden] of the captured layers, for n token ids."""
+    logits: torch.Tensor
+    states: torch.Tensor
+
+
+class Engine:
+    """Speculative decoding of one target with one EAGLE-3 draft.
+
+    target, draft: checkpoint folders; neither: the default pair; draft="none": plain decoding. device: "auto", "cpu", "cuda", "cuda:N".
+    dtype: "auto" (float32 on CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16". draft_steps: levels of the draft tree (0: plain);
+    topk: children tried per node; nodes: draft tokens verified a round (default draft_steps). max_batch: requests at once;
+    max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a
+    forward; capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py);
+    latent_norm_eps: 1e-6 or "config". progress(done, total): called as tensors are read. Bad input raises MinispecError.
+    """
+
+    def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=1,
+                 max_batch=8, max_length=None, chunk=256, page_size=16, capture=None, capture_convention=None, d2t=None,
+                 latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None, norm_output=None, progress=None):
+        if tensor_parallel != 1:
+            raise MinispecError(f"tensor_parallel={tensor_parallel!r}: this version runs on one device; leave it at 1")
+        for name, value in (("max_batch", max_batch), ("chunk", chunk), ("page_size", page_size), ("max_length", max_length)):
+            if (value is not None or name != "max_length") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise MinispecError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if draft is None and target is not None:
+            raise MinispecError('a target without a draft: give draft=DIR, or draft="none" for plain decoding')
+        flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_before_fc": norm_before_fc,
+                 "norm_output": norm_output}
+        overrides = {name: value for name, value in flags.items() if value is not None}
+        shape = Shape(draft_steps, topk, nodes)
+        self.device = resolve_device(device)
+        self.dtype = resolve_dtype(dtype, self.device)
+        default = Path(load.__file__).parent / "default"
+        target = Path(target or default / "target")
+        config = self.target_config = TargetConfig.read(target, latent_norm_eps)
+        self.tokenizer = Tokenizer.load(target, config.vocab_size)
+        self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
+        found, self.capture = None, _capture(capture, config) if draft == "none" else ()
+        if draft == "none":
+            shape = Shape(0, topk)
+        else:
+            found = open_draft(Path(draft or default / "draft"), config, capture=capture, capture_convention=capture_convention,
+                               d2t=d2t or "offset", overrides=overrides)
+            self.capture = found.config.capture
+        self.draft_config, self.shape, self.chunk, self.max_batch = found and found.config, shape, chunk, max_batch
+        self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}"]
+        self._load(target, found, max_length, page_size, progress)
+
+    def _load(self, target, found, max_length, page_size, progress):
+        """Ask what fits, allocate, fill from the files."""
+        config, shape, account = self.target_config, self.shape, load.open_target(target, self.target_config)
+        weights = weight_bytes(account.shapes | ({f"draft.{name}": size for name, size in found.shapes.items()} if found else {}), self.dtype)
+        latent = config.kv_lora_rank + config.qk_rope_head_dim
+        kv_heads, width = kv_shape(found.config) if found else (0, 0)
+        token = (config.num_hidden_layers * latent + kv_heads * width) * self.dtype.itemsize
+        if max_length is not None and max_length > config.max_position_embeddings:
+            raise MinispecError(f"max_length={max_length} is past the target's context (max_position_embeddings="
+                                f"{config.max_position_embeddings}); give at most that")
+        self.max_length, tokens, reason = plan(available(self.device), weights, token, self.max_batch, max_length,
+                                               config.max_position_embeddings, shape.scratch)
+        reach = self.max_length + shape.scratch
+        self.target = Target(config, account.shapes, self.dtype, self.device, reach)
+        self.report += load.fill(account, self.target.parameters, progress).lines
+        self.draft, draft_cache = None, None
+        self.pages = Pages(1 + self.max_batch + -(-tokens // page_size), page_size)
+        slots = self.pages.count * page_size
+        if found:
+            self.draft = Draft(found.config, found.shapes, found.d2t, self.target.embed, self.target.head, self.dtype, self.device, reach)
+            self.report += load_draft(found, self.draft.parameters, progress).lines
+            draft_cache = Cache(1, slots, kv_heads, width, self.dtype, self.device)[0]
+            if found.config.max_position_embeddings < self.max_length:
+                self.report.append(f"warning: the draft was trained to {found.config.max_position_embeddings} positions, max_length is "
+                                   f"{self.max_length}: expect fewer accepted tokens past that")
+        self.hidden = HiddenBuffer(self.max_batch, shape.nodes + 1, self.capture if found else (), config.hidden_size, self.dtype, self.device)
+        target_cache = Cache(config.num_hidden_layers, slots, 1, latent, self.dtype, self.device)
+        self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, draft_cache, self.hidden, shape, self.capture)
+        self.scheduler = Scheduler(self.pages, self.max_batch, self.chunk, shape.scratch)
+        self._batch, self._inbox, self.closed = (None, None, None), {}, False
+        self.report.append(f"max_length {self.max_length} ({reason}); caches hold {slots - page_size} tokens, {token} bytes each, "
+                           f"{size(slots * token)}; weights {size(weights)}")
+
+    @property
+    def draft_steps(self):
+        return self.shape.steps
+
+    def plain(self):
+        """An engine that shares this one's target and caches and decodes without a draft: the other side of a comparison."""
+        engine = copy(self)
+        engine.shape, engine.draft = Shape(0), None
+        engine.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, engine.shape, ())
+        engine.scheduler, engine._batch, engine._inbox = Scheduler(self.pages, self.max_batch, self.chunk, engine.shape.scratch), (None,) * 3, {}
+        return engine
+
+    def generate(self, prompts, params=None):
+        """Text, token ids, or a list of either -> Output, or a list of Outputs. params: one SamplingParams for all, or one each."""
+        requests, single = self._requests(prompts, params)
+        for _ in self._run(requests):
+            pass
+        outputs = [request.output() for request in requests]
+        return outputs[0] if single else outputs
+
+    def stream(self, prompts, params=None):
+        """The same, as an iterator of Events while they come: one a request and round, the prefill's first token being the first."""
+        return self._run(self._requests(prompts, params)[0])
+
+    @torch.inference_mode()
+    def score(self, ids):
+        """Logits and captured states after every one of the token ids, in one pass without speculation."""
+        self._check_open()
+        ids = self._ids(0, list(ids))
+        if len(ids) > self.max_length:
+            raise MinispecError(f"score: {len(ids)} ids do not fit max_length={self.max_length}")
+        count = self.pages.needed(len(ids))
+        if count > self.pages.free:
+            raise MinispecError(f"score: {len(ids)} ids need {count} pages, {self.pages.free} are free while other requests run")
+        pages, parts = self.pages.take(count), []
+        try:
+            for at in range(0, len(ids), self.chunk):
+                batch = self._make([pages], [at], [0], [0], [0], None)
+                hidden, states = self.speculator.forward(batch, self._tensor([ids[at:at + self.chunk]]), self.capture)
+                parts.append((self.target.logits(hidden[0]), states[0]))
+        finally:
+            self.pages.give(pages)
+        return Score(*(torch.cat(part) for part in zip(*parts)))
+
+    def close(self):
+        """Frees weights and caches. A closed engine refuses to work."""
+        self.closed = True
+        self.target = self.draft = self.hidden = self.speculator = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def _check_open(self):
+        if self.closed:
+            raise MinispecError("this engine is closed; make a new one")
+
+    def _requests(self, prompts, params):
+        """Everything is checked before the first forward: a bad prompt in a list leaves nothing half-done."""
+        self._check_open()
+        single = isinstance(prompts, (str, bytes)) or (len(prompts) > 0 and all(isinstance(p, Integral) for p in prompts))
+        prompts = [prompts] if single else list(prompts)
+        params = SamplingParams() if params is None else params
+        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(params) != len(prompts):
+            raise MinispecError(f"{len(params)} SamplingParams for {len(prompts)} prompts; give one for all, or one each")
+        requests = []
+        for index, (prompt, one) in enumerate(zip(prompts, params)):
+            if not isinstance(one, SamplingParams):
+                raise MinispecError(f"prompt {index}: parameters are {type(one).__name__}, not SamplingParams")
+            one.check_vocab(self.target_config.vocab_size)
+            decoder = Decoder(self.tokenizer, one.stop) if self.tokenizer else None
+            requests.append(Request(index, self._ids(index, prompt), one, self.stops, self.max_length, decoder))
+        return requests, single
+
+    def _ids(self, index, prompt):
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise MinispecError(f"prompt {index} is text, but the target has no tokenizer files; give token ids")
+            return self.tokenizer.encode(prompt)
+        vocab = self.target_config.vocab_size
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocab:
+                raise MinispecError(f"prompt {index}: {token!r} is not a token id of this target (0 to {vocab - 1})")
+        return [int(token) for token in prompt]
+
+    def _run(self, requests):
+        """Adds the requests and steps the engine until they end. Streams may be read in turns: a step serves whoever is running."""
+        events = {id(request): deque() for request in requests}
+        self._inbox |= events
+        try:
+            for request in requests:
+                self.scheduler.add(request)
+            while any(not request.finish_reason or events[id(request)] for request in requests):
+                if not any(events.values()):
+                    self._step()
+                for request in requests:
+                    while events[id(request)]:
+                        yield events[id(request)].popleft()
+        finally:
+            for request in requests:
+                self.scheduler.finish(request)
+                del self._inbox[id(request)]
+
+    def _step(self):
+        """One step of the scheduler: a chunk of one prompt, or a round for all running requests."""
+        self._check_open()
+        step = self.scheduler.next()
+        if step is None:
+            raise MinispecError("every cache page is held by requests of another stream of this pair; read that one first, or close it")
+        kind, *what = step
+        if kind == "prefill":
+            request, start, stop = what
+            more = request.prompt_ids[stop] if stop < len(request.prompt_ids) else None
+            batch = self._assemble([request])
+            path = self.speculator.prefill(batch, self._tensor([request.prompt_ids[start:stop]]), more)
+            request.length, request.draft_length = stop, stop - (more is None)
+            done = [request] if path else []
+        else:
+            done = what[0]
+            path = self.speculator.round(self._assemble(done))
+            for request in done:
+                request.draft_length = request.length
+        if not done:
+            return
+        emitted = torch.cat([path.count[:, None], path.tokens], 1).tolist()      # the one look of the host at a round
+        logprobs = path.logprobs.tolist() if path.logprobs is not None else [None] * len(done)
+        for request, (count, *tokens), logs in zip(done, emitted, logprobs):
+            if not count:
+                raise MinispecError(f"prompt {request.index}: the target's logits are not finite at position {request.length}; "
+                                    "its weights overflow in this dtype: try dtype float32")
+            self._inbox[id(request)].append(request.take(tokens[:count], logs and logs[:count]))
+            if request.finish_reason:
+                self.scheduler.finish(request)
+
+    def _assemble(self, requests):
+        """The Batch of this step. What stays the same while its requests do is kept between rounds."""
+        penal = any((r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0) for r in requests)
+        if self._batch[0] != requests or penal:
+            sampling = Sampling.build([r.params for r in requests], [r.prompt_ids for r in requests], [r.ids[:-1] for r in requests],
+                                      self.target_config.vocab_size, self.device)
+            width = max(len(r.pages) for r in requests)
+            table = self._tensor([r.pages + [0] * (width - len(r.pages)) for r in requests])
+            self._batch = list(requests), table, sampling
+        return self._make(self._batch[1], [r.length for r in requests], [r.ids[-1] if r.ids else 0 for r in requests],
+                          [r.slot for r in requests], [r.length - r.draft_length for r in requests], self._batch[2])
+
+    def _make(self, table, length, pending, seats, unread, sampling):
+        state = self._tensor([length, pending, [self.max_length - 1 - n for n in length], seats])
+        return Batch(self._tensor(table) if isinstance(table, list) else table, self.pages.page_size, *state, max(length), max(unread), sampling)
+
+    def _tensor(self, values):
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _capture(capture, config):
+    """Layers that score returns without a draft: ids in 0 ... num_hidden_layers, ascending."""
+    ids = tuple(capture or ())
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= config.num_hidden_layers for i in ids) or list(ids) != sorted(set(ids)):
+        raise MinispecError(f"capture {list(ids)}: give ascending layer inputs from 0 to {config.num_hidden_layers}")
+    return ids

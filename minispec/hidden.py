@@ -1,0 +1,39 @@
+"""The hidden-state buffer: what the target saw, kept until the draft can read it."""
+import torch
+
+
+class HiddenBuffer:
+    """states [seats, capacity, A * hidden] of the target's captured layers, concatenated in ascending layer order.
+
+    A state at position p is read together with the token at p + 1, so the last state of every forward waits here for that token:
+
+        positions   ... L-3   L-2   L-1 |  L (pending, no state yet)
+        a seat            state state state   next tokens: t[L-2] t[L-1] t[L]
+
+    Every row in this buffer comes from the target. The draft's own recycled states never enter it: that mark, not a width, decides
+    whether the fusion layer applies (Draft.fuse reads from here only). parts: (name, source layer) of each of the A slices.
+    """
+
+    def __init__(self, seats, capacity, capture, hidden, dtype, device):
+        self.parts = [(f"input of layer {i}", i) for i in capture]
+        self.hidden = hidden
+        self.states = torch.zeros(seats, capacity, len(capture) * hidden, dtype=dtype, device=device)
+        self.next = torch.zeros(seats, capacity, dtype=torch.int64, device=device)
+        self.count = torch.zeros(seats, dtype=torch.int64, device=device)
+
+    def put(self, batch, states, path):
+        """Keep the states of an accepted path: states [B, R, A * hidden] of a forward's rows, path.tokens the token after each."""
+        size = path.rows.shape[1]
+        self.states[batch.seats, :size] = states.gather(1, path.rows[..., None].expand(-1, -1, states.shape[-1]))
+        self.next[batch.seats, :size] = path.tokens
+        self.count[batch.seats] = path.count
+
+    def take(self, batch):
+        """(states [B, R, A * hidden], next tokens [B, R], count [B]) for R = batch.unread; rows from a request's count on are padding."""
+        count = self.count[batch.seats]
+        self.count[batch.seats] = 0
+        return self.states[batch.seats, :batch.unread], self.next[batch.seats, :batch.unread], count
+
+    def part(self, k, seat=0):
+        """The k-th captured layer's unread states at one seat: [count, hidden], for looking at."""
+        return self.states[seat, :self.count[seat], k * self.hidden:(k + 1) * self.hidden]

@@ -1,0 +1,161 @@
+"""`minispec inspect`: what a checkpoint holds and how it is read, from configs and headers alone; no weight is loaded."""
+import math
+import re
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import wrap
+
+from minispec.config import LATENT_EPS, TargetConfig
+from minispec.fields import Fields
+from minispec.tokenizer import Tokenizer, stop_ids
+from minispec.weights.capture import NVIDIA_KEYS
+from minispec.weights.checkpoint import Checkpoint
+from minispec.weights.draft import open_draft
+from minispec.weights.load import __file__ as load_file
+from minispec.weights.load import open_target
+
+WIDTHS = {"float32": 4, "bfloat16": 2}
+PARTS = {"embed": "embedding", "head": "head", "w13": "routed experts", "w2": "routed experts", "gate_up": "other MLPs",
+         "down": "other MLPs", "fc": "fusion", "d2t": "vocabulary map",
+         **dict.fromkeys(("qkv_a", "q_b", "kv_b", "qkv", "o"), "attention")}
+
+
+def describe(directory=None, target=None, draft=None, latent_norm_eps=None, **dialect):
+    """{"target": ..., "draft": ...} as plain values. A folder with a fusion layer (fc) is a draft, read beside its target."""
+    default = Path(load_file).parent / "default"
+    names = Checkpoint.open(str(directory), pickled=True).tensors if directory else {}
+    is_draft = any(re.search(r"(^|\.)fc\.weight$", name) for name in names)
+    target = directory if directory and not is_draft else target or default / "target"
+    draft = directory if is_draft else None if directory else draft or default / "draft"
+    eps = LATENT_EPS if latent_norm_eps is None else latent_norm_eps
+    config = TargetConfig.read(str(target), eps)
+    found = {} if is_draft else {"target": describe_target(str(target), config)}
+    if draft not in (None, "none"):
+        found["draft"] = describe_draft(str(draft), config, dialect, eps)
+    return found
+
+
+def describe_target(folder, config):
+    plan = open_target(folder, config)
+    tokenizer = Tokenizer.load(folder, config.vocab_size)
+    kv = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    moe = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
+    return {
+        "folder": folder,
+        "model": {name: getattr(config, name) for name in (
+            "num_hidden_layers", "hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+            "qk_rope_head_dim", "v_head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings")},
+        "experts": {"layers": moe, **{name: getattr(config, name) for name in (
+            "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "scoring_func", "topk_method", "n_group", "topk_group",
+            "norm_topk_prob", "routed_scaling_factor")}} if moe else None,
+        "norms": {"rms_norm_eps": config.rms_norm_eps, "latent_norm_eps": config.latent_norm_eps},
+        "rope": describe_rope(config.rope),
+        "read_as": plan.report.lines,
+        "tensors": grouped(plan.report.tensors),
+        "bytes": sizes(plan),
+        "kv_bytes_per_token": {name: kv * width for name, width in WIDTHS.items()},
+        "stop_ids": {str(token): origin for token, origin in stop_ids(folder, config.vocab_size, tokenizer).items()},
+        "tokenizer": None if tokenizer is None else {"kind": type(tokenizer).__name__, "chat_template": tokenizer.has_template},
+    }
+
+
+def describe_draft(folder, config, dialect, eps):
+    overrides = {name: dialect.pop(name) for name in list(dialect) if name not in ("capture", "capture_convention", "d2t")}
+    plan = open_draft(folder, config, latent_norm_eps=eps, overrides=overrides, **dialect)
+    c, names = plan.config, list(plan.plan.checkpoint.tensors)
+    kv = c.kv_lora_rank + c.qk_rope_head_dim if c.attention == "mla" else 2 * c.num_key_value_heads * c.head_dim
+    ids = plan.d2t
+    return {
+        "folder": folder,
+        "dialect": {"config": family(Fields.read(folder)), "layer_names": layer_names(names)},
+        "model": {name: getattr(c, name) for name in (
+            "hidden_size", "target_hidden_size", "attention", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm",
+            "q_lora_rank", "kv_lora_rank", "intermediate_size", "max_position_embeddings", "rms_norm_eps")},
+        "capture": {"inputs_of_layers": list(c.capture), "outputs_of_layers": [i - 1 if i else "embedding" for i in c.capture],
+                    "reason": c.capture_reason},
+        "vocabulary": {"draft_ids": c.draft_vocab_size, "target_ids": c.vocab_size, "mapped": ids is not None,
+                       "ascending": None if ids is None else bool((ids[1:] > ids[:-1]).all()),
+                       "highest_target_id": c.vocab_size - 1 if ids is None else int(ids.max())},
+        "own": {name: name in plan.own for name in ("embed", "head")},
+        "flags": {name: getattr(c, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
+        "rope": describe_rope(c.rope),
+        "read_as": plan.report.lines,
+        "tensors": grouped(plan.report.tensors),
+        "bytes": sizes(plan.plan),
+        "kv_bytes_per_token": {name: kv * width for name, width in WIDTHS.items()},
+    }
+
+
+def family(fields):
+    """Which trainer's config this is, by the keys that only it writes."""
+    eagle = fields.values.get("eagle_config") or {}
+    if "transformer_layer_config" in fields.values:
+        return "speculators"
+    if any(key in eagle for key in NVIDIA_KEYS):
+        return "Model-Optimizer export"
+    return "SpecForge or TorchSpec (eagle_config)" if eagle else "SafeAILab"
+
+
+def layer_names(names):
+    found = {match[0] for name in names if (match := re.match(r"(model\.)?(midlayer|layers\.\d+)\.", name))}
+    return [name + "*" for name in sorted(found)]
+
+
+def describe_rope(rope):
+    always = ("dim", "theta", "style", "kind")
+    kept = {name: value for name, value in asdict(rope).items() if rope.kind != "default" or name in always}
+    return kept | {"cos_sin_multiplier": rope.multiplier, "softmax_factor": rope.score_factor}
+
+
+def grouped(tensors):
+    """[{tensors, state, count}]: names that differ in numbers only are one line."""
+    groups = {}
+    for name, state in tensors.items():
+        star = lambda text: re.sub(r"(?<![A-Za-z\d])\d+(?![A-Za-z\d])", "*", text)                          # noqa: E731
+        key = star(name), star(state) if state.startswith("consumed") else state
+        groups[key] = groups.get(key, 0) + 1
+    return [{"tensors": name, "state": state, "count": count} for (name, state), count in groups.items()]
+
+
+def sizes(plan):
+    """Part -> bytes in the file and in each dtype that the engine may compute in."""
+    parts = {}
+
+    def add(parameter, column, count):
+        part = parts.setdefault(PARTS.get(parameter.split(".")[-1], "norms and router"), {"file": 0, **dict.fromkeys(WIDTHS, 0)})
+        part[column] += count
+
+    for name, state in plan.report.tensors.items():
+        if state.startswith("consumed by "):
+            add(state.removeprefix("consumed by ").split(",")[0], "file", plan.checkpoint.tensors[name].bytes)
+    for name, shape in plan.shapes.items():
+        for dtype, width in WIDTHS.items():
+            add(name, dtype, math.prod(shape) * width)
+    return parts
+
+
+def render(found):
+    """The same for people."""
+    return "\n\n".join("\n".join([f"{kind}: {facts['folder']}", *lines_of(facts)]) for kind, facts in found.items())
+
+
+def lines_of(facts):
+    for name, value in facts.items():
+        title = name.replace("_", " ")
+        if name == "read_as":
+            yield from [f"  {title}"] + [f"    {line}" for line in value]
+        elif name == "tensors":
+            yield f"  {title}"
+            yield from (f"    {group['count']:>6}  {group['tensors']}  {group['state']}" for group in value)
+        elif name == "bytes":
+            yield f"  {title:<26}{'in the file':>16}" + "".join(f"{dtype:>16}" for dtype in WIDTHS)
+            total = {column: sum(part[column] for part in value.values()) for column in ("file", *WIDTHS)}
+            for part, row in {**value, "all": total}.items():
+                yield f"    {part:<24}" + "".join(f"{row[column]:>16,}" for column in total)
+        elif name == "capture":
+            yield f"  capture: inputs of layers {value['inputs_of_layers']} = outputs of layers {value['outputs_of_layers']}"
+        elif isinstance(value, dict):
+            line = f"  {title}: " + ", ".join(f"{key} {inner}" for key, inner in value.items())
+            yield from wrap(line, 120, subsequent_indent="    ")
+        elif name != "folder":
+            yield f"  {title}: {value}"

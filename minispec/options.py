@@ -1,0 +1,96 @@
+"""The options that commands share. A default lives where the value is used; an option that is not given is not passed on."""
+import click
+
+
+class Ids(click.ParamType):
+    """Integers separated by commas."""
+
+    name = "INT,INT,..."
+
+    def convert(self, value, param, ctx):
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not integers separated by commas", param, ctx)
+
+
+class Bias(click.ParamType):
+    """A token id and what is added to its logit."""
+
+    name = "ID=VALUE"
+
+    def convert(self, value, param, ctx):
+        try:
+            token, bias = value.split("=")
+            return int(token), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is not ID=VALUE, as in 42=-1.5", param, ctx)
+
+
+class Eps(click.ParamType):
+    """A number, or the word config."""
+
+    name = "NUMBER|config"
+
+    def convert(self, value, param, ctx):
+        try:
+            return value if value == "config" else float(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number nor config", param, ctx)
+
+
+def stacked(*options):
+    """One decorator of several, in the order in which --help shall show them."""
+
+    def decorate(command):
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+DIALECT = (
+    click.option("--capture", type=Ids(), help="Captured layers of the target; default: what the draft's config says."),
+    click.option("--capture-convention", type=click.Choice(["input", "output"]),
+                 help="What a capture id means: the state entering that layer, or leaving it."),
+    click.option("--d2t", type=click.Choice(["offset", "absolute", "from-t2d"]),
+                 help="How the draft's vocabulary map is stored; default offset (target id = draft id + d2t)."),
+    click.option("--latent-norm-eps", type=Eps(),
+                 help="eps of the q_a and kv_a norms: 1e-6 (default, as transformers) or config (rms_norm_eps, as the servers)."),
+    *(click.option(f"--{name.replace('_', '-')}/--no-{name.replace('_', '-')}", default=None,
+                   help=f"Overrule {name} of the draft's config.")
+      for name in ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")),
+)
+MODELS = (
+    click.option("--target", metavar="DIR", help="Target checkpoint; default: the pair that comes with minispec."),
+    click.option("--draft", metavar="DIR|none", help="EAGLE-3 draft checkpoint; none decodes plainly."),
+)
+ENGINE = (
+    *MODELS,
+    click.option("--draft-steps", type=int, help="Levels of the draft tree, 6 by default; 0 is plain decoding."),
+    click.option("--topk", type=int, help="Children tried a node, 4 by default; 1 makes a chain."),
+    click.option("--nodes", type=int, help="Draft tokens verified a round, the root excluded; default: draft-steps."),
+    click.option("--device", help="auto (default), cpu, cuda or cuda:N."),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+                 help="auto (default) is float32 on CPU and bfloat16 on CUDA."),
+    click.option("--max-length", type=int, help="Tokens a request may hold, prompt included; default: the target's context."),
+    click.option("--max-batch", type=int, help="Requests that run at once."),
+    *DIALECT,
+)
+SAMPLING = (
+    click.option("--max-tokens", type=int, help="Tokens to generate, 128 by default."),
+    click.option("--temperature", type=float, help="0 (default) is greedy."),
+    click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 (default) keeps all."),
+    click.option("--top-p", type=float, help="Keep the likeliest tokens that together hold this much; 1 (default) keeps all."),
+    click.option("--min-p", type=float, help="Drop tokens less likely than this times the likeliest; 0 (default) keeps all."),
+    click.option("--seed", type=int, help="0 by default. A seed gives the same text with any draft or none."),
+    click.option("--repetition-penalty", type=float, help="Over prompt and output; 1 (default) is none."),
+    click.option("--presence-penalty", type=float, help="Over the output; 0 (default) is none."),
+    click.option("--frequency-penalty", type=float, help="Over the output, times the count; 0 (default) is none."),
+    click.option("--logit-bias", type=Bias(), multiple=True, help="Added to a logit; may be repeated."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
+    click.option("--stop-ids", "--stop-id", "stop_ids", type=int, multiple=True, help="End at this token; may be repeated."),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Do not end at the model's own stop tokens."),
+    click.option("--logprobs", is_flag=True, default=None, help="Log-probability of every emitted token (with --json)."),
+)

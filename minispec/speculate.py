@@ -1,0 +1,92 @@
+"""The round: draft a tree, verify it in one target forward, keep the path that the target agrees with."""
+from dataclasses import dataclass, replace
+
+import torch
+
+from minispec.errors import MinispecError
+from minispec.kernels.choose import choose
+from minispec.tree import Tree
+from minispec.verify import Path, accept
+
+WORD = 64       # bits of an ancestor word: rows of one forward that can be told apart, the root included
+
+
+@dataclass(frozen=True)
+class Shape:
+    """steps: levels of the tree (0: plain decoding); topk: children tried per node; nodes: draft tokens verified, the root excluded."""
+    steps: int = 6
+    topk: int = 4
+    nodes: int | None = None
+
+    def __post_init__(self):
+        for name, low in (("steps", 0), ("topk", 1), ("nodes", 0)):
+            value = getattr(self, name)
+            if name == "nodes" and value is None:
+                object.__setattr__(self, "nodes", self.steps)
+            elif isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise MinispecError(f"{'draft_steps' if name == 'steps' else name} must be a whole number of at least {low}, not {value!r}")
+        holds = self.topk + (self.steps - 1) * self.topk**2 if self.steps else 0
+        if self.nodes > min(holds, WORD - 1) or bool(self.nodes) != bool(self.steps):
+            raise MinispecError(f"nodes={self.nodes}: a tree of draft_steps={self.steps}, topk={self.topk} holds {bool(holds):d} to "
+                                f"{min(holds, WORD - 1)} draft tokens; choose nodes in that range, or other draft_steps and topk")
+        if (self.steps - 1) * self.topk > WORD:
+            raise MinispecError(f"draft_steps={self.steps} with topk={self.topk} drafts {(self.steps - 1) * self.topk} rows a round, at most "
+                                f"{WORD} can be told apart: lower draft_steps or topk")
+
+    @property
+    def scratch(self):
+        """Cache entries past the committed length that a round writes at most, in either cache."""
+        return max(self.nodes + 1, (self.steps - 1) * self.topk if self.steps else 0)
+
+
+class Speculator:
+    """Owns nothing but the order of the stages. draft is None for plain decoding: then capture is what `score` asks for."""
+
+    def __init__(self, target, target_cache, draft, draft_cache, hidden, shape, capture):
+        self.target, self.target_cache, self.draft, self.draft_cache = target, target_cache, draft, draft_cache
+        self.hidden, self.shape, self.capture = hidden, shape, capture
+
+    @torch.inference_mode()
+    def round(self, batch):
+        """One round for every request of the batch. Returns the Path: what was emitted, accepted + 1 tokens each."""
+        tree = self.draft.grow(batch, self.draft_cache, self.hidden.take(batch), self.shape) if self.draft else Tree.root(batch)
+        rows = tree.rows(batch)
+        hidden, states = self.target(rows, self.target_cache, self.capture)
+        logits = self.target.logits(hidden)
+        choice, logprobs = choose(logits, batch.length[:, None] + tree.depth, batch.sampling, tree.tokens, tree.ancestors)
+        path = accept(tree, choice, logprobs, logits.sum(-1).isfinite())
+        self.target_cache.commit(batch, path)
+        if self.draft:
+            self.hidden.put(batch, states, path)
+        return path
+
+    @torch.inference_mode()
+    def prefill(self, batch, tokens, following):
+        """A chunk of one request's prompt: the same forward with a chain of true tokens, the same extension of the draft.
+
+        tokens int64 [1, R] stand at positions length ... length + R - 1. following: the prompt token after the chunk, or None at the
+        prompt's end: then the target chooses it, and the last state waits for the round that reads both. Returns that choice's Path or None.
+        """
+        size = tokens.shape[1]
+        hidden, states = self.forward(batch, tokens)
+        if self.draft:
+            known = size - (following is None)
+            after = torch.cat([tokens[:, 1:], tokens.new_tensor([[following]])], 1) if known == size else tokens[:, 1:]
+            if known:
+                done = replace(batch, length=batch.length + known, longest=batch.longest + known)
+                self.draft.extend(done, self.draft_cache, states[:, :known], after, torch.full_like(batch.length, known))
+        if following is not None:
+            return None
+        logits = self.target.logits(hidden[:, -1:])
+        choice, logprobs = choose(logits, batch.length[:, None] + size - 1, batch.sampling)
+        path = Path(torch.zeros_like(choice), logits.sum(-1).isfinite().long()[:, 0], choice, logprobs, True)
+        if self.draft:
+            self.hidden.put(batch, states[:, -1:], path)
+        return path
+
+    @torch.inference_mode()
+    def forward(self, batch, tokens, capture=None):
+        """The target over a chain of true tokens [B, R] at positions length, length + 1, ...: (hidden [B, R, h], states [B, R, A * h])."""
+        index = batch.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        rows = batch.rows(tokens, index, index, prefix=index + 1, words=torch.zeros_like(index), extent=batch.longest + tokens.shape[1])
+        return self.target(rows, self.target_cache, self.capture if capture is None else capture)

@@ -1,0 +1,50 @@
+"""The target: a DeepSeek-V3-family transformer (MLA + MoE) that returns, with its output, the residual stream entering chosen layers."""
+import torch
+import torch.nn.functional as F
+
+from minispec.kernels.moe import moe, route
+from minispec.layers import Rotary, allocate, mla_attend, mla_project, mlp, namespaces, rms_norm
+
+
+class Target:
+    """shapes: weights.names.target_table; parameters: name -> tensor, NaN until weights.load fills them. length: positions in the tables."""
+
+    def __init__(self, config, shapes, dtype, device, length):
+        self.config = config
+        self.parameters = allocate(shapes, dtype, device)
+        self.layers = namespaces(self.parameters, config.num_hidden_layers)
+        self.embed, self.norm, self.head = (self.parameters[name] for name in ("embed", "norm", "head"))
+        self.rotary = Rotary(config.rope, length, device)
+
+    def __call__(self, rows, cache, capture=()):
+        """One forward over rows [B, R].
+
+        Returns hidden [B, R, h] after the final norm and states [B, R, A * h]: for each id in `capture` the residual stream entering that
+        layer (0 = embedding output, n = output of the last layer before the final norm), in the order of `capture`.
+        """
+        x, entering = F.embedding(rows.tokens, self.embed), {}
+        angles = self.rotary.at(rows.positions)
+        for i, layer in enumerate(self.layers):
+            if i in capture:
+                entering[i] = x
+            h = rms_norm(x, layer.attn_norm, self.config.rms_norm_eps)
+            q = mla_project(layer, h, cache[i], rows, angles, self.config, self.rotary)
+            x = x + mla_attend(layer, q, cache[i], rows.view, self.config)
+            h = rms_norm(x, layer.ffn_norm, self.config.rms_norm_eps)
+            x = x + (self.experts(layer, h) if self.config.is_moe(i) else mlp(h, layer.gate_up, layer.down))
+        entering[len(self.layers)] = x
+        states = torch.cat([entering[i] for i in capture], -1) if capture else x[..., :0]
+        return rms_norm(x, self.norm, self.config.rms_norm_eps), states
+
+    def experts(self, layer, x):
+        """Routed plus shared experts: [B, R, h] -> the same."""
+        c, flat = self.config, x.flatten(0, 1)
+        ids, weights = route(flat, layer.router, getattr(layer, "bias", None), scoring=c.scoring_func, topk=c.num_experts_per_tok,
+                             groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
+                             group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
+        out = moe(flat, layer.w13, layer.w2, ids, weights).to(x.dtype).view_as(x)
+        return out + mlp(x, layer.gate_up, layer.down) if c.n_shared_experts else out
+
+    def logits(self, hidden):
+        """hidden [..., h] -> fp32 [..., vocab]."""
+        return F.linear(hidden, self.head).float()
