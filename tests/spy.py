@@ -1,0 +1,93 @@
+"""Looking into a running engine: every forward of the draft layer, proposals to order, poisoned caches."""
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+
+from minispec import draft as drafts
+
+
+@contextmanager
+def draft_calls(engine):
+    """Yields a list that fills with one entry a forward of the draft layer, for batches of one.
+
+    kind "extend" (rows from the target: tokens, positions) or "guess" (recycled rows: tokens, positions, words), with `length`, and `normed`
+    [rows, h] where the layer's second half ran: for the last row of an extension, for every row of a guess.
+    """
+    draft, calls = engine.draft, []
+    project, attend, extend = draft.project, draft.attend, draft.extend
+    state = SimpleNamespace(kind="guess")
+
+    def spy_project(hidden, rows, cache):
+        calls.append(SimpleNamespace(kind=state.kind, tokens=rows.tokens[0].clone(), positions=rows.positions[0].clone(),
+                                     words=rows.view.words[0].clone(), length=rows.view.base[0].item(), normed=None))
+        return project(hidden, rows, cache)
+
+    def spy_attend(q, residual, view, cache):
+        out = attend(q, residual, view, cache)
+        calls[-1].normed = out[0][0].clone()
+        return out
+
+    def spy_extend(*args, **kwargs):
+        state.kind = "extend"
+        try:
+            return extend(*args, **kwargs)
+        finally:
+            state.kind = "guess"
+
+    draft.project, draft.attend, draft.extend = spy_project, spy_attend, spy_extend
+    try:
+        yield calls
+    finally:
+        del draft.project, draft.attend, draft.extend
+
+
+@contextmanager
+def script(engine, propose):
+    """Replace what the draft proposes. propose(length, depth, topk) -> target ids of the children of each frontier row, best first:
+    a list of rows of topk ids. Scores fall with depth and rank, so that a chain stays a chain. For batches of one."""
+    def children(normed, batch, depth, shape):
+        rows = normed.shape[1]
+        ids = torch.tensor(propose(batch.length[0].item(), depth, shape.topk, rows))
+        assert ids.shape == (rows, shape.topk)
+        return ids[None], -torch.arange(1, shape.topk + 1).float().expand(1, rows, -1)
+    engine.draft.children = children
+    try:
+        yield
+    finally:
+        del engine.draft.children
+
+
+@contextmanager
+def poisoned(engine):
+    """Before every step each cache entry that is no running request's committed KV becomes NaN, in both caches (slot 0 too)."""
+    step = engine._step
+
+    def poison():
+        for layers, length in ((engine.speculator.target_cache.data, "length"), (engine.speculator.draft_cache[None], "draft_length")):
+            live = torch.zeros(layers.shape[1], dtype=torch.bool)
+            for request in engine.scheduler.running:
+                pages = torch.tensor(request.pages)[:, None] * engine.pages.page_size + torch.arange(engine.pages.page_size)
+                live[pages.flatten()[:getattr(request, length)]] = True
+            layers[:, ~live] = float("nan")
+        step()
+    engine._step = poison
+    try:
+        yield
+    finally:
+        del engine._step
+
+
+def draft_kv(engine, request, length):
+    """The first `length` committed draft KV entries of a request: [length, KV heads, width]."""
+    size = engine.pages.page_size
+    slots = torch.tensor([request.pages[i // size] * size + i % size for i in range(length)])
+    return engine.speculator.draft_cache[slots].clone()
+
+
+def head_logits(engine, normed):
+    return torch.nn.functional.linear(normed, engine.draft.p.head).float()
+
+
+def kv_shape(engine):
+    return drafts.kv_shape(engine.draft_config)

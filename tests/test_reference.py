@@ -1,0 +1,53 @@
+"""The default pair against outputs of a separate implementation (no cache, everything recomputed): ids and accepted counts, exactly."""
+import json
+from pathlib import Path
+
+import pytest
+
+from minispec import Engine, SamplingParams
+
+from . import oracle
+from .conftest import DEFAULT_DRAFT, DEFAULT_TARGET
+
+REFERENCE = json.loads((Path(__file__).parent / "data" / "reference.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(DEFAULT_TARGET, DEFAULT_DRAFT, dtype="float32", draft_steps=6, topk=1) as engine:
+        yield engine
+
+
+def check(engine, case, out):
+    params = SamplingParams()
+    assert out.prompt_ids == case["prompt_ids"]
+    differ = next((i for i, (a, b) in enumerate(zip(case["ids"], out.ids)) if a != b), None)
+    if differ is not None:
+        gap = oracle.choice_gap(out.prompt_ids, out.ids[:differ], engine, params)
+        assert gap < oracle.TIE, f"{case['prompt']!r}: ids differ at {differ}, where the two best logits are {gap:.3g} apart"
+        pytest.skip(f"{case['prompt']!r}: a tie at {differ}, gap {gap:.2g}")
+    rounds, emitted = 0, 1                                                                           # compare the rounds that both sides finished
+    while rounds < len(case["accepted"]) and emitted + case["accepted"][rounds] + 1 <= len(out.ids):
+        emitted += case["accepted"][rounds] + 1
+        rounds += 1
+    assert out.accepted[:rounds] == case["accepted"][:rounds]
+    return rounds
+
+
+def test_one_at_a_time(engine):
+    """Ids and accepted draft tokens of every round, 12 prompts as text, chain of 6."""
+    rounds = accepted = 0
+    for case in REFERENCE:
+        out = engine.generate(case["prompt"], SamplingParams(max_tokens=len(case["ids"]), ignore_eos=True))
+        assert out.ids[:len(case["ids"])] == case["ids"] or check(engine, case, out)
+        rounds += check(engine, case, out)
+        accepted += sum(case["accepted"])
+    assert rounds == sum(len(case["accepted"]) for case in REFERENCE) == 261
+    assert round(1 + accepted / rounds, 2) == 4.51
+
+
+def test_all_in_one_batch(engine):
+    """The same from ids, eight at once."""
+    params = [SamplingParams(max_tokens=len(case["ids"]), ignore_eos=True) for case in REFERENCE]
+    for case, out in zip(REFERENCE, engine.generate([case["prompt_ids"] for case in REFERENCE], params)):
+        check(engine, case, out)
