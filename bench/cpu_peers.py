@@ -1,6 +1,6 @@
 """The default pair on CPU against transformers' generate on the same weights, dequantised; cold start and peak memory.
 
-    python bench/cpu_peers.py --json bench/results/cpu-default.json
+    python -m bench.cpu_peers --json bench/results/cpu-default.json
 
 All in one process, the same threads, greedy, fp32, caches on; ids are compared before a clock is read. Needs the test extra.
 """
@@ -131,7 +131,7 @@ def main():
     say(f"best: draft_steps {best['draft_steps']}, {best['speedup']['median']:.2f} times plain")
     import transformers
 
-    result = {"command": " ".join(["python", "bench/cpu_peers.py", *sys.argv[1:]]), "cold_start": cold, "transformers": peer,
+    result = {"command": " ".join(["python -m bench.cpu_peers", *sys.argv[1:]]), "cold_start": cold, "transformers": peer,
               "runs": runs, "best_draft_steps": best["draft_steps"], "transformers_version": transformers.__version__,
               "environment": environment("cpu"), "cores": os.cpu_count()}
     text = json.dumps(result)

@@ -108,9 +108,9 @@ def process(logits: Tensor, sampling: Sampling, tokens: Tensor | None = None, an
 def noised(scores: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """scores plus the noise of the token after each row; none for requests at temperature 0.
 
-    scores float32 [B, R, n]; temperature and seed [B]; positions int64 [B, R] of the rows; ids int64 [n], each column's target id.
-    `choose` takes the largest; the draft takes the topk largest of its log-probabilities at the request's temperature as children,
-    so that both tend to the same token.
+    scores float32 [B, R, n]; temperature and seed [B]; positions int64 [B, R] of the rows; ids int64 [n], their target ids.
+    `choose` takes the largest; the draft takes the topk largest of its log-probabilities at the request's temperature as
+    children, so that both tend to the same token.
     """
     noise = gumbel(seed[:, None, None], positions[..., None] + 1, ids)
     return torch.where(_per_row(temperature) > 0, scores + noise, scores)

@@ -1,8 +1,8 @@
 """From draft states to the children of a node: head, normalisation, keyed noise, top-k and the map to target ids."""
 import torch
-import torch.nn.functional as F
 
 from minispec.kernels.choose import noised
+from minispec.kernels.linear import linear
 
 
 def draft_logits(hidden, head, ids, topk, sampling, positions):
@@ -13,7 +13,7 @@ def draft_logits(hidden, head, ids, topk, sampling, positions):
     choice at that position, so that both tend to the same token; none at temperature 0); their rank in a tree is log p without noise.
     Returns target ids int64 [B, K, topk], distinct in a row, and log-probabilities fp32 [B, K, topk], at most 0, -inf for NaN.
     """
-    logits = F.linear(hidden, head).float()
+    logits = linear(hidden, head).float()
     if not sampling.all_greedy:
         logits = logits / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None, None]
     logp = logits.log_softmax(-1).clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)

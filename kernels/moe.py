@@ -2,6 +2,10 @@
 import torch
 import torch.nn.functional as F
 
+from minispec.kernels.linear import linear
+
+FEW = 16     # rows up to which an expert computes all of them rather than picking its own
+
 
 def route(x, router, bias, *, scoring, topk, groups, topk_groups, group_top, normalise, scaling):
     """Which experts each row takes, and with what weight (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; V2's softmax routing too).
@@ -10,7 +14,7 @@ def route(x, router, bias, *, scoring, topk, groups, topk_groups, group_top, nor
     `group_top` best experts (2 in V3, 1 in V2); outside the topk_groups best groups no expert is taken.
     Returns ids int64 [N, topk], weights fp32 [N, topk], sum-normalised if `normalise`, times `scaling`. All in fp32.
     """
-    scores = F.linear(x.float(), router)
+    scores = linear(x.float(), router)
     scores = scores.sigmoid() if scoring == "sigmoid" else scores.softmax(-1)
     select = scores if bias is None else scores + bias
     if groups > 1:
@@ -31,17 +35,16 @@ def moe(x, w13, w2, ids, weights):
     x [N, h]; w13 [E, 2I, h], gate rows first; w2 [E, h, I]; ids, weights [N, k]. Returns fp32 [N, h]. Experts are summed in ascending
     order, so the result does not depend on the order in which top-k returned them.
     """
-    experts, inter = w2.shape[0], w2.shape[2]
-    dense = weights.new_zeros(x.shape[0], experts).scatter_(1, ids, weights)                           # [N, E]
+    experts, rows = w2.shape[0], x.shape[0]
+    dense = weights.new_zeros(rows, experts).scatter_(1, ids, weights)                                 # [N, E]
     active = sorted(set(ids.flatten().tolist()))
-    if 2 * len(active) >= experts and x.shape[0] <= 16 and x.shape[0] * experts * inter <= 2**22:
-        # few rows, most experts wanted: two batched products over all of them beat one small product an expert (1.9x at 7 rows, CPU)
-        gate, up = torch.matmul(x, w13.transpose(1, 2)).chunk(2, -1)                                   # [E, N, I]
-        return torch.bmm(F.silu(gate).mul_(up).mul_(dense.T[..., None]), w2.transpose(1, 2)).float().sum(0)
+    if 1 < rows <= FEW and 2 * len(active) >= experts:
+        # few rows that want most experts: all of them as two products (w2 lies in memory as [E, I, h]); on the CPU 2.4 times as fast at 7 rows
+        gate, up = linear(x, w13.flatten(0, 1)).unflatten(1, (experts, -1)).chunk(2, -1)               # [N, E, I]
+        return linear((F.silu(gate).mul_(up) * dense[..., None]).flatten(1).to(x.dtype), w2.mT.flatten(0, 1).T).float()
     out = x.new_zeros(x.shape, dtype=torch.float32)
     for e in active:
-        rows = slice(None) if x.shape[0] <= 16 else dense[:, e].nonzero().flatten()
-        gate, up = F.linear(x[rows], w13[e]).chunk(2, -1)
-        part = F.linear(F.silu(gate) * up, w2[e]).float() * dense[rows, e, None]
-        out[rows] = out[rows] + part
+        taken = slice(None) if rows <= FEW else dense[:, e].nonzero().flatten()
+        gate, up = linear(x[taken], w13[e]).chunk(2, -1)
+        out[taken] = out[taken] + linear(F.silu(gate).mul_(up), w2[e]).float() * dense[taken, e, None]
     return out

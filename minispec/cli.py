@@ -1,6 +1,6 @@
 """The command line. Only results go to stdout; what it is doing, load reports, progress and errors go to stderr.
 
-Exit status: 0, 2 on bad input (one line that begins `minispec: error:`), 130 on Ctrl-C.
+Exit status: 0; 1 when bench finds unequal ids; 2 on bad input, with one line that begins `minispec: error:`; 130 on Ctrl-C.
 """
 import json
 import os
@@ -159,6 +159,7 @@ def as_object(engine, prompts, outputs, seconds):
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def inspect(directory, as_json, **options):
     """What is in a checkpoint, target or draft; the pair that comes with minispec without DIR."""
+    note(f"reading the headers of {directory or 'the default pair'}")
     from minispec.inspection import describe, render
 
     found = describe(directory, **given(options))

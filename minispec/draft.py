@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec.kernels.draft_logits import draft_logits
+from minispec.kernels.linear import linear
 from minispec.kernels.tree_attention import tree_attention
 from minispec.layers import Rotary, allocate, mla_attend, mla_project, mlp, rms_norm
 from minispec.tree import Tree, select
@@ -34,7 +35,7 @@ class Draft:
         if c.fc_norm:
             parts = states.unflatten(-1, (len(c.capture), c.target_hidden_size))
             states = torch.cat([rms_norm(part, weight, c.rms_norm_eps) for part, weight in zip(parts.unbind(-2), p.fc_norm)], -1)
-        return F.linear(states, p.fc)
+        return linear(states, p.fc)
 
     def project(self, hidden, rows, cache):
         """First half of the layer: writes the rows' KV. hidden [B, R, h], fused or recycled -> (q [B, R, H, dk], residual [B, R, h])."""
@@ -46,7 +47,7 @@ class Draft:
             q = mla_project(p, x, cache, rows, angles, c, self.rotary)
         else:
             heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-            q, k, v = F.linear(x, p.qkv).unflatten(-1, (-1, c.head_dim)).split([heads, kv_heads, kv_heads], 2)
+            q, k, v = linear(x, p.qkv).unflatten(-1, (-1, c.head_dim)).split([heads, kv_heads, kv_heads], 2)
             if c.qk_norm:
                 q, k = rms_norm(q, p.q_norm, eps), rms_norm(k, p.k_norm, eps)
             q = self.rotary(q, angles)
@@ -59,7 +60,7 @@ class Draft:
         if c.attention == "mla":
             x = mla_attend(p, q, cache, view, c)
         else:
-            x = F.linear(tree_attention(q, cache, view, c.softmax_scale, slice(c.head_dim, 2 * c.head_dim)).flatten(2), p.o)
+            x = linear(tree_attention(q, cache, view, c.softmax_scale, slice(c.head_dim, 2 * c.head_dim)).flatten(2), p.o)
         x = residual + x
         x = x + mlp(rms_norm(x, p.mlp_norm, c.rms_norm_eps), p.gate_up, p.down)
         normed = rms_norm(x, p.norm, c.rms_norm_eps)

@@ -75,6 +75,8 @@ class Engine:
             self.capture = found.config.capture
         self.draft_config, self.shape, self.chunk, self.max_batch = found and found.config, shape, chunk, max_batch
         self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}"]
+        self.report.append(f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None")
+        self.report += [f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items()]
         self._load(target, found, max_length, page_size, progress)
 
     def _load(self, target, found, max_length, page_size, progress):

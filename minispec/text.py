@@ -126,7 +126,7 @@ class ChatTemplate:
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = tojson  # jinja's own escapes HTML
-        environment.globals.update(raise_exception=refuse, strftime_now=lambda format: now.strftime(format))
+        environment.globals.update(raise_exception=refuse, strftime_now=lambda form: now.strftime(form))
         try:
             return environment.from_string(self.source).render(variables)
         except jinja2.TemplateSyntaxError as error:

@@ -16,7 +16,7 @@ PACKAGE = tuple(str(ROOT / name) for name in ("minispec", "kernels", "weights"))
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: exhaustive sweeps, run before an issue is closed (select with -m slow, CI uses -m 'not slow')")
+    config.addinivalue_line("markers", "slow: exhaustive sweeps, run before an issue is closed (CI selects -m 'not slow')")
     config.option.markexpr = config.option.markexpr or "not slow"
     torch.set_num_threads(1)
 
@@ -51,12 +51,13 @@ def assert_close(name, reference, out, tolerance):
     if not reference.numel():
         return
     error = (out - reference).square().mean().sqrt() / reference.square().mean().sqrt().clamp(min=1e-12)
-    assert error <= tolerance, f"{name}: relative error {error:.3g} over {tolerance:.3g}, largest difference {(out - reference).abs().max():.3g}"
+    worst = (out - reference).abs().max()
+    assert error <= tolerance, f"{name}: relative error {error:.3g} over {tolerance:.3g}, largest difference {worst:.3g}"
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """Writes a checkpoint once a session: checkpoints.target(**options), .draft(target, **options), .fitted(target, **options)."""
+    """Writes a checkpoint once a session: .target(**options), .draft(target, **options), .fitted(target, **options)."""
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 

@@ -1,7 +1,7 @@
-"""The definition, slowly: a DeepSeek-V3/V2 target and an EAGLE-3 draft in float64 that read a checkpoint's raw tensors themselves.
+"""The definition, slowly: a DeepSeek-V3/V2 target and an EAGLE-3 draft in float64 that read a checkpoint's raw tensors.
 
-Written from the formulas (MLA not absorbed, no cache, everything recomputed from token 0 at every step, one expert after the other)
-and sharing no code with minispec, so that an error has to be made twice to go unseen. Leading batch dimensions are allowed everywhere.
+Written from the formulas (MLA not absorbed, no cache, everything recomputed from token 0 at every step, expert after expert) and
+sharing no code with minispec, so that an error has to be made twice to go unseen. Leading batch dimensions are allowed.
 """
 import json
 import math
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import silu
 
-LATENT_EPS = 1e-6                            # transformers builds the q_a and kv_a norms with its default, whatever the config says
+LATENT_EPS = 1e-6       # transformers builds the q_a and kv_a norms with its default, whatever the config says
 
 
 def read(directory, dtype=torch.float64):
@@ -196,7 +196,7 @@ class Draft:
         return aux @ self.w["fc.weight"].T
 
     def forward(self, tokens, g, positions, mask):
-        """tokens [..., n] target ids, g [..., n, h], positions [n], mask bool [n, n] -> logits [..., n, Vd], next g [..., n, h]."""
+        """tokens [..., n] target ids, g [..., n, h], positions [n], mask bool [n, n] -> logits [..., n, Vd], next g."""
         w, eps = self.w, self.eps
         normed = rms(g, w["hidden_norm.weight"], eps)
         x = torch.cat([rms(self.embed[tokens], w["input_layernorm.weight"], eps), normed], -1)
@@ -206,6 +206,11 @@ class Draft:
         y = r + swiglu(w, "mlp.", rms(r, w["post_attention_layernorm.weight"], eps))
         z = rms(y, w["norm.weight"], eps)
         return z @ self.head.T, z if self.flags["norm_output"] else y
+
+    def chain(self, tokens, g):
+        """forward for rows that stand at 0, 1, ... and see what is before them."""
+        n = len(tokens)
+        return self.forward(tokens, g, torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril())
 
     def gqa(self, x, positions, mask):
         heads, kv = self.config["num_attention_heads"], self.config["num_key_value_heads"]
@@ -225,42 +230,3 @@ def canonical_capture(config, n):
     nvidia = {"use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "next_layer_regular"} & set(nested)
     outputs = nested.get("capture_convention", "input" if top else "output" if nvidia or ids[0] == 1 else "input") == "output"
     return [i + outputs for i in ids]
-
-
-def grow(draft, tokens, aux, steps, topk=1, nodes=None):
-    """The tree of one round: tokens t_0..t_L (the last is the pending root), aux [L, A*th] -> list of paths (tuples of target ids).
-
-    Level 1 holds the root's `topk` best children; each further level keeps the `topk` best of all children of the level before, by
-    cumulative log-probability; the `nodes` best of everything seen are the tree, as the paths from the root that reach them.
-    """
-    known, fused = list(tokens[1:]), draft.fuse(aux)
-    pool, frontier = [], [((), fused, 0.0)]
-    for _ in range(steps):
-        candidates = []
-        for path, g, score in frontier:
-            rows = torch.tensor(known + list(path))
-            mask = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
-            logits, following = draft.forward(rows, g, torch.arange(len(rows)), mask)
-            logp = logits[-1].log_softmax(-1)
-            for d in logp.topk(topk).indices.tolist():
-                candidates.append(((*path, draft.d2t[d].item()), torch.cat([g, following[-1:]]), score + logp[d].item()))
-        frontier = sorted(candidates, key=lambda c: -c[2])[:topk]
-        pool += candidates
-    best = sorted(pool, key=lambda c: (-c[2], len(c[0])))[:nodes or steps]
-    return [path for path, _, _ in best]
-
-
-def generate(target, draft, prompt, count, steps=6, topk=1, nodes=None):
-    """Greedy: `count` ids after the prompt, and the number of accepted draft tokens of every round after the prefill."""
-    def choice(tokens):
-        return target.forward(tokens)[0][-1].argmax().item()
-    tokens, accepted = [*prompt, choice(prompt)], []
-    while len(tokens) < len(prompt) + count:
-        aux = draft.aux(target.forward(tokens[:-1])[1])
-        paths, path = set(grow(draft, tokens, aux, steps, topk, nodes)), ()
-        while (*path, bonus := choice([*tokens, *path])) in paths:
-            path = (*path, bonus)
-        room = len(prompt) + count - len(tokens)
-        accepted.append(min(len(path), room))
-        tokens += [*path, bonus][:room]
-    return tokens[len(prompt):], accepted

@@ -10,7 +10,7 @@ from minispec.kernels.choose import Sampling, gumbel, process
 
 from . import naive
 
-TIE = 1e-4                                   # of log-probability: a smaller gap between the two best is no preference in fp32
+TIE = 1e-4      # of log-probability: a smaller gap between the two best is no preference in fp32
 
 
 def assert_same(plain, other, score, params):
@@ -21,8 +21,9 @@ def assert_same(plain, other, score, params):
     differ = next((i for i, (a, b) in enumerate(zip(plain.ids, other.ids)) if a != b), None)
     if differ is not None:
         gap = choice_gap(plain.prompt_ids, plain.ids[:differ], score, params)
-        assert gap < TIE, f"ids differ at {differ} ({plain.ids[differ]} and {other.ids[differ]}) where the two best are {gap:.3g} apart"
-        print(f"tie at {differ}: {plain.ids[differ]} or {other.ids[differ]}, gap {gap:.2g}")
+        two = f"{plain.ids[differ]} and {other.ids[differ]}"
+        assert gap < TIE, f"ids differ at {differ}: {two}, where the two best are {gap:.3g} apart"
+        print(f"tie at {differ}: {two}, gap {gap:.2g}")
         return False
     assert (plain.ids, plain.finish_reason, plain.text) == (other.ids, other.finish_reason, other.text)
     assert (plain.logprobs is None) == (other.logprobs is None)
@@ -44,9 +45,9 @@ def choice_gap(prompt, ids, score, params):
 
 
 def assert_mixed(outputs, deepest):
-    """Some draft tokens were accepted and some rejected, or the comparison showed nothing. deepest: draft tokens a round can accept."""
+    """Some draft tokens were accepted and some rejected, or a comparison shows nothing. deepest: what a round can accept."""
     outputs = outputs if isinstance(outputs, list) else [outputs]
-    full_rounds = [a for out in outputs for a in out.accepted[:-1]]                                  # the last one may be cut
+    full_rounds = [a for out in outputs for a in out.accepted[:-1]]         # the last one may be cut
     assert sum(full_rounds) > 0, "nothing was accepted"
     assert min(full_rounds) < deepest, "nothing was rejected"
 
@@ -64,7 +65,7 @@ def transformers_model(directory, folder):
     target = naive.Target(directory, torch.float32)
     config = {k: v for k, v in target.config.items() if k != "quantization_config"} | {"torch_dtype": "float32"}
     kind = "DeepseekV2" if config["model_type"] == "deepseek_v2" else "DeepseekV3"
-    config["model_type"] = kind.lower().replace("v", "_v")                                           # kimi_k2 has no rule there for stacking experts
+    config["model_type"] = kind.lower().replace("v", "_v")     # kimi_k2 has no rule there that stacks experts
     folder.mkdir()
     tensors = {k: v.contiguous() for k, v in target.w.items() if not k.startswith(("vision_tower", "mm_projector"))
                and f"layers.{config['num_hidden_layers']}." not in k}

@@ -11,8 +11,8 @@ from minispec import draft as drafts
 def draft_calls(engine):
     """Yields a list that fills with one entry a forward of the draft layer, for batches of one.
 
-    kind "extend" (rows from the target: tokens, positions) or "guess" (recycled rows: tokens, positions, words), with `length`, and `normed`
-    [rows, h] where the layer's second half ran: for the last row of an extension, for every row of a guess.
+    kind: "extend" (rows from the target) or "guess" (recycled rows), with tokens, positions, words, length; normed [rows, h] where the
+    layer's second half ran: for the last row of an extension, for every row of a guess.
     """
     draft, calls = engine.draft, []
     project, attend, extend = draft.project, draft.attend, draft.extend
@@ -44,8 +44,10 @@ def draft_calls(engine):
 
 @contextmanager
 def script(engine, propose):
-    """Replace what the draft proposes. propose(length, depth, topk) -> target ids of the children of each frontier row, best first:
-    a list of rows of topk ids. Scores fall with depth and rank, so that a chain stays a chain. For batches of one."""
+    """Replace what the draft proposes, for batches of one.
+
+    propose(length, depth, topk, rows) -> target ids of the children of each frontier row, best first: a list of rows of topk ids.
+    """
     def children(normed, batch, depth, shape):
         rows = normed.shape[1]
         ids = torch.tensor(propose(batch.length[0].item(), depth, shape.topk, rows))
@@ -64,7 +66,8 @@ def poisoned(engine):
     step = engine._step
 
     def poison():
-        for layers, length in ((engine.speculator.target_cache.data, "length"), (engine.speculator.draft_cache[None], "draft_length")):
+        caches = engine.speculator.target_cache.data, engine.speculator.draft_cache[None]
+        for layers, length in zip(caches, ("length", "draft_length")):
             live = torch.zeros(layers.shape[1], dtype=torch.bool)
             for request in engine.scheduler.running:
                 pages = torch.tensor(request.pages)[:, None] * engine.pages.page_size + torch.arange(engine.pages.page_size)

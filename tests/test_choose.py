@@ -232,7 +232,7 @@ def test_a_forbidden_id_never_comes():
     """Bias -inf on the likeliest ids, also where top-k or top-p would keep nothing else, at any temperature."""
     logits = torch.arange(8.0).expand(1, 200, 8) * 5
     positions = torch.arange(200)[None]
-    for named in ({}, dict(temperature=1e-6), dict(temperature=1e6), dict(temperature=1, top_k=1), dict(temperature=1, top_p=0.1)):
+    for named in ({}, dict(temperature=1e-6), dict(temperature=1e6), dict(temperature=1, top_k=1), dict(temperature=1, top_p=.1)):
         params = SamplingParams(logit_bias={7: -math.inf, 6: -math.inf}, logprobs=True, **named)
         ids, logprobs = choose(logits, positions, build([params], 8))
         assert (ids < 6).all() and logprobs.isfinite().all() and (logprobs <= 0).all()

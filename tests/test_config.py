@@ -180,8 +180,9 @@ def test_a_target_without_experts(tmp_path):
 
 
 def test_moe_layer_freq(tmp_path):
-    config = read(tmp_path, {**tiny.TARGET, "moe_layer_freq": 2, "first_k_dense_replace": 3})
-    assert [i for i in range(8) if config.is_moe(i)] == [4, 6]
+    for every, layers in ((1, [3, 4, 5, 6, 7]), (2, [4, 6]), (3, [3, 6])):
+        config = read(tmp_path, {**tiny.TARGET, "moe_layer_freq": every, "first_k_dense_replace": 3})
+        assert [i for i in range(8) if config.is_moe(i)] == layers
 
 
 @pytest.mark.parametrize("change, words", [

@@ -1,10 +1,10 @@
-"""What speculation emits under temperature, top-k, top-p and min-p against the target's exact distribution, computed in fp64 from the definition.
+"""What speculation emits under temperature, top-k, top-p and min-p against the target's exact distribution, in fp64.
 
-Two tests. *Conditional*: each emitted token falls, among the outcomes at its place, at a point of the distribution function that is
-uniform if and only if the token was drawn from that distribution (randomised probability transform): one chi-square over all tokens of all
-contexts, once with the outcomes ranked by probability (too greedy or too flat shows) and once by id. *Joint*: the first tokens of many
-seeds against the enumerated distribution. With the seeds fixed the outcome is fixed; under a right engine any other choice of seeds fails
-a test with probability 1e-4 (ODDS), and a wrong distribution is shown to fail by testing against one.
+Two tests. *Conditional*: each emitted token falls, among the outcomes at its place, at a point of the distribution function that
+is uniform if and only if the token was drawn from that distribution (randomised probability transform): one chi-square over all
+tokens of all contexts, once with the outcomes ranked by probability (too greedy or too flat shows) and once by id. *Joint*: the
+first tokens of many seeds against the enumerated distribution. The seeds are fixed, so the outcome is too; any other choice of
+seeds fails a right engine with probability 1e-4 (ODDS) a chi-square. That a wrong distribution fails is tested as well.
 """
 import pytest
 import torch
@@ -27,7 +27,7 @@ PARAMS = {
 
 
 def distribution(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
-    """logits fp64 [n, V] -> probabilities: softmax at T, then the k largest, then the fewest that hold top_p of those, then min_p."""
+    """logits fp64 [n, V] -> probabilities: softmax at T, the k largest, the fewest that hold top_p of those, then min_p."""
     p = (logits / temperature).softmax(-1)
     order = p.argsort(-1, descending=True)
     ranked = p.gather(-1, order)
@@ -76,7 +76,7 @@ def test_conditional(name, shape, pair):
     assert entropy > 0.3, "too peaked to test anything"
     generator = torch.Generator().manual_seed(0)
     assert uniform_chance(p, tokens, generator) > ODDS
-    wrong = distribution(logits, PARAMS[name]["temperature"] * 1.3) if "top_k" not in PARAMS[name] else distribution(logits, 2.5, top_k=15)
+    wrong = distribution(logits, PARAMS[name]["temperature"] * 1.3, top_k=15)
     assert uniform_chance(wrong, tokens, generator) < ODDS, "the test has no power"
 
 
@@ -98,7 +98,7 @@ def test_joint(samples, pair):
     third = exact(torch.cat([torch.tensor([[5, 9]] * 256), pairs], 1)).view(16, 16, 16)
     joint = torch.einsum("a,ab,abc->bc", first, second, third).flatten()
     counts = torch.bincount(torch.tensor([out.ids[1] * 16 + out.ids[2] for out in outputs]), minlength=256).double()
-    rare = joint * samples < 5                                                                       # one cell for all that are too rare for the approximation
+    rare = joint * samples < 5      # one cell for all that are too rare for the approximation
     expected = torch.cat([joint[~rare], joint[rare].sum()[None]]) * samples
     observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
     assert chi2.sf(((observed - expected) ** 2 / expected.clamp(min=1e-9)).sum().item(), len(expected) - 1) > ODDS

@@ -1,4 +1,4 @@
-"""Speculation on equals speculation off: ids, text, log-probabilities and finish reasons, for every draft dialect and every shape."""
+"""Speculation on equals speculation off: ids, text, log-probabilities and finish reasons, for every dialect and shape."""
 import pytest
 import torch
 
@@ -7,7 +7,8 @@ from minispec import Engine, SamplingParams
 from . import oracle, tiny
 from .tiny_draft import DIALECTS
 
-SHAPES = {"chain": dict(draft_steps=4, topk=1), "tree2": dict(draft_steps=4, topk=2, nodes=6), "tree4": dict(draft_steps=3, topk=4, nodes=14),
+SHAPES = {"chain": dict(draft_steps=4, topk=1), "tree2": dict(draft_steps=4, topk=2, nodes=6),
+          "tree4": dict(draft_steps=3, topk=4, nodes=14),
           "narrow": dict(draft_steps=5, topk=3, nodes=3), "one": dict(draft_steps=1, topk=2, nodes=2)}
 PROMPTS = [[7, 301, 45], [12], [500, 4, 4, 88, 231, 90, 17, 60, 61, 62, 63, 64, 65], list(range(100, 140))]
 PARAMS = [SamplingParams(max_tokens=40, ignore_eos=True),
@@ -31,7 +32,7 @@ def check(plain, outputs, deepest, expected=None, params=PARAMS):
     for one, two, param in zip(expected or outs, outputs, params):
         oracle.assert_same(one, two, engine, param)
         before, last = 1 + sum(a + 1 for a in two.accepted[:-1]), two.accepted[-1]
-        assert before + last <= len(two.ids) <= before + last + 1, "a round emits its accepted tokens and a bonus, unless it was cut"
+        assert before + last <= len(two.ids) <= before + last + 1, "a round emits accepted + 1 tokens, unless it was cut"
     oracle.assert_mixed(list(outputs), deepest)
 
 
@@ -81,7 +82,8 @@ TARGETS = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_kind_of_target(name, checkpoints):
     target = checkpoints.target(**TARGETS[name])
-    with Engine(target, checkpoints.fitted(target, dialect="specforge"), **SHAPES["tree2"]) as engine, Engine(target, "none") as off:
+    draft = checkpoints.fitted(target, dialect="specforge")
+    with Engine(target, "none") as off, Engine(target, draft, **SHAPES["tree2"]) as engine:
         expected = [off.generate(prompt, params) for prompt, params in zip(PROMPTS, PARAMS)]
         check((off, None), engine.generate(PROMPTS, PARAMS), 4, expected)
 
@@ -192,7 +194,8 @@ def test_sweep(dialect, shape, seed, checkpoints):
     from . import spy
     target = checkpoints.target(seed=seed + 10)
     params = [SamplingParams(max_tokens=60, ignore_eos=True, temperature=t, seed=seed) for t in (0.0, 0.3, 0.7, 1.0)]
-    with Engine(target, checkpoints.fitted(target, **DIALECTS[dialect]), page_size=4, **SHAPES[shape]) as engine, Engine(target, "none") as off:
+    draft = checkpoints.fitted(target, **DIALECTS[dialect])
+    with Engine(target, draft, page_size=4, **SHAPES[shape]) as engine, Engine(target, "none") as off:
         expected = [off.generate(prompt, one) for prompt, one in zip(PROMPTS, params)]
         with spy.poisoned(engine):
             check((off, None), engine.generate(PROMPTS, params), SHAPES[shape]["draft_steps"], expected, params)

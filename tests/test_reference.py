@@ -1,4 +1,4 @@
-"""The default pair against outputs of a separate implementation (no cache, everything recomputed): ids and accepted counts, exactly."""
+"""The default pair against a separate implementation (no cache, everything recomputed): ids and accepted counts, exactly."""
 import json
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import pytest
 
 from minispec import Engine, SamplingParams
 
-from . import oracle
+from . import naive, naive_rounds, oracle
 from .conftest import DEFAULT_DRAFT, DEFAULT_TARGET
+from .tiny_draft import DIALECTS
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "reference.json").read_text())
 
@@ -26,7 +27,7 @@ def check(engine, case, out):
         gap = oracle.choice_gap(out.prompt_ids, out.ids[:differ], engine, params)
         assert gap < oracle.TIE, f"{case['prompt']!r}: ids differ at {differ}, where the two best logits are {gap:.3g} apart"
         pytest.skip(f"{case['prompt']!r}: a tie at {differ}, gap {gap:.2g}")
-    rounds, emitted = 0, 1                                                                           # compare the rounds that both sides finished
+    rounds, emitted = 0, 1      # compare the rounds that both sides finished
     while rounds < len(case["accepted"]) and emitted + case["accepted"][rounds] + 1 <= len(out.ids):
         emitted += case["accepted"][rounds] + 1
         rounds += 1
@@ -51,3 +52,19 @@ def test_all_in_one_batch(engine):
     params = [SamplingParams(max_tokens=len(case["ids"]), ignore_eos=True) for case in REFERENCE]
     for case, out in zip(REFERENCE, engine.generate([case["prompt_ids"] for case in REFERENCE], params)):
         check(engine, case, out)
+
+
+@pytest.mark.parametrize("shape", [(6, 1, 6), (4, 2, 6), (3, 4, 14), (5, 3, 3), (2, 4, 20)], ids=str)
+@pytest.mark.parametrize("dialect", ["safeailab", "nvidia"])
+def test_chains_and_trees_by_definition(dialect, shape, checkpoints):
+    """Greedy ids and the accepted count of every round of a small pair, from the definition of the tree."""
+    target_dir = checkpoints.target()
+    draft_dir, (steps, topk, nodes) = checkpoints.fitted(target_dir, **DIALECTS[dialect]), shape
+    target = naive.Target(target_dir)
+    draft = naive.Draft(draft_dir, target)
+    with Engine(target_dir, draft_dir, draft_steps=steps, topk=topk, nodes=nodes) as engine:
+        for prompt in ([7, 301, 45], [12]):
+            out = engine.generate(prompt, SamplingParams(max_tokens=24, ignore_eos=True))
+            ids, accepted = naive_rounds.generate(target, draft, prompt, 24, steps, topk, nodes)
+            assert (out.ids, out.accepted) == (ids, accepted)
+            assert sum(accepted) > 0 and min(accepted) < steps

@@ -18,14 +18,14 @@ TABLE = {
     "yarn_step": dict(rope_scaling={**tiny.YARN, "beta_fast": 1, "factor": 32.0}, rope_theta=50000.0, **SMALL),
     "yarn_mscale": dict(rope_scaling={**tiny.YARN, "mscale": 0.707, "mscale_all_dim": 0.5}, **SMALL),
     "yarn_bare": dict(rope_scaling=YARN_BARE, **SMALL),
-    "rope_parameters": dict(rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0, **{k: v for k, v in tiny.YARN.items() if k != "type"}},
-                            rope_theta=None, **SMALL),
+    "rope_parameters": dict(rope_parameters={**YARN_BARE, "rope_type": "yarn", "rope_theta": 5000.0}, rope_theta=None, **SMALL),
     "dense_first": dict(first_k_dense_replace=3, **SMALL),
     "all_dense": dict(first_k_dense_replace=4, num_hidden_layers=4),
     "no_dense": dict(first_k_dense_replace=0, **SMALL),
     "two_shared": dict(n_shared_experts=2, **SMALL),
     "not_normalised": dict(norm_topk_prob=False, routed_scaling_factor=2.5, **SMALL),
-    "odd_widths": dict(num_attention_heads=3, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=7, kv_lora_rank=5, hidden_size=36, **SMALL),
+    "odd_widths": dict(num_attention_heads=3, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=7, kv_lora_rank=5,
+                       hidden_size=36, **SMALL),
     "eps": dict(rms_norm_eps=1e-3, **SMALL),
     "tied": dict(tie_word_embeddings=True, **SMALL),
     "v2_greedy": dict(v2=True, q_lora_rank=None, **SMALL),
@@ -35,8 +35,8 @@ TABLE = {
     "fp16": dict(storage="fp16", **SMALL),
     "fp8": dict(storage="fp8", shards=2, hidden_size=160, **SMALL),
     "int4": dict(storage="int4", shards=3, **SMALL),
-    "kimi_k25": dict(storage="int4", wrapper=True, shards=2, n_group=1, rope_scaling={**tiny.YARN, "factor": 64.0}, rms_norm_eps=1e-5,
-                     routed_scaling_factor=2.827, **SMALL),
+    "kimi_k25": dict(storage="int4", wrapper=True, shards=2, n_group=1, rope_scaling={**tiny.YARN, "factor": 64.0},
+                     rms_norm_eps=1e-5, routed_scaling_factor=2.827, **SMALL),
     "mtp": dict(mtp=True, storage="fp8", **SMALL),
 }
 
@@ -46,7 +46,7 @@ def test_logits_and_states_equal_transformers(name, tmp_path):
     options = TABLE[name]
     directory = tiny.write_target(tmp_path / "target", seed=len(name), **options)
     n = options.get("num_hidden_layers", 8)
-    ids = torch.randint(512, (70,)).tolist()                                                         # past YaRN's original 16
+    ids = torch.randint(512, (70,)).tolist()        # past YaRN's original 16
     with Engine(directory, "none", capture=tuple(range(n + 1)), chunk=32) as engine:
         scored = engine.score(ids)
     assert scored.logits.shape == (70, 512) and scored.logits.dtype == torch.float32
@@ -57,7 +57,7 @@ def test_logits_and_states_equal_transformers(name, tmp_path):
     with torch.no_grad():
         out = model(torch.tensor([ids]), output_hidden_states=True)
     assert (out.logits[0] - scored.logits).abs().max() < 1e-4
-    hidden = torch.cat(out.hidden_states[:-1], -1)[0]                                                # transformers norms the last one
+    hidden = torch.cat(out.hidden_states[:-1], -1)[0]       # transformers norms the last one
     assert (hidden - scored.states[:, :hidden.shape[1]]).abs().max() < 1e-4
 
 

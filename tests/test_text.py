@@ -47,8 +47,10 @@ def ignore_end():
     import codecs
 
     def handler(error):
-        unfinished = error.end == len(error.object) and error.reason == "unexpected end of data"
-        return "" if unfinished else "\ufffd", error.end
+        rest = error.object[error.start:]
+        if error.reason == "unexpected end of data" or len(rest) == 2 and rest[0] == 0xED and 0xA0 <= rest[1] < 0xC0:
+            return "", len(error.object)  # the second: Python's decoder waits for all three bytes of a surrogate
+        return "\ufffd", error.end
     codecs.register_error("ignore_end", handler)
 
 
@@ -95,6 +97,7 @@ def test_nothing_is_held_back_without_need(text, stop):
     ([b"one END two END"], ("END",), "one ", 1),                    # the end and more in one id
     ([b"a", b"bc", b"d"], ("abcd", "bc"), "a", 2),                  # the earliest completion
     ([b"a", b"bc", b"d"], ("abc", "bc", "c"), "", 2),               # the longest of those that end there
+    ([b"a", b"bc", b"d"], ("c", "bc", "abc"), "", 2),
     ([b"a", b"a", b"b"], ("ab",), "a", 3),
     ([b"abab", b"abc"], ("ababc",), "ab", 2),                       # overlaps itself
     (["日".encode()[:2], "日".encode()[2:] + "本".encode()], ("日",), "", 2),
@@ -102,6 +105,8 @@ def test_nothing_is_held_back_without_need(text, stop):
     ([b"x", b"", b"y"], ("xy",), "", 3),                            # an id that prints nothing
     ([b"en", b"d"], ("end!",), "end", None),                        # begun and never completed: shown at the end
     (["é".encode()[:1]], (), "\ufffd", None),
+    ([b"\xed\xa0", b"\x80x"], ("x",), "\ufffd\ufffd\ufffd", 2),
+    ([b"\xed\xa0"], ("\ufffd",), "\ufffd\ufffd", None),
     ([b"", "é".encode()[:1], b"x"], ("\ufffdx",), "", 3),
 ])
 def test_cases(pieces, stop, text, kept):

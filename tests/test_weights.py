@@ -1,5 +1,6 @@
 """Loading targets: every parameter against the file's own tensors, every fault by name."""
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from minispec.config import TargetConfig
 from minispec.errors import MinispecError
-from minispec.weights.checkpoint import Checkpoint, read_header
+from minispec.weights.account import account, rename
+from minispec.weights.checkpoint import Checkpoint, Info, read_header
 from minispec.weights.load import fill, load_target, open_target
+from minispec.weights.names import strip_target, target_table
 
 from . import tiny
 
@@ -139,13 +142,13 @@ def test_cast_on_copy(tmp_path):
 
 
 def test_skipped_tensors_have_their_reason(tmp_path):
-    folder = tiny.write_target(tmp_path / "t", wrapper=True, mtp=True, **TINY,
-                               extra={"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    inv_freq = "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"
+    folder = edit(tiny.write_target(tmp_path / "t", wrapper=True, mtp=True, **TINY), put(inv_freq, torch.ones(4)))
     _, _, report = load(folder)
     assert "multi-token-prediction" in report.tensors["language_model.model.layers.3.eh_proj.weight"]
     assert "vision" in report.tensors["vision_tower.patch_embed.proj.weight"]
     assert "vision" in report.tensors["mm_projector.proj.0.weight"]
-    assert "computed" in report.tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"]
+    assert "computed" in report.tensors[inv_freq]
     assert any("vision" in line for line in report.lines) and any("outer vocab_size 7 ignored" in line for line in report.lines)
 
 
@@ -304,6 +307,34 @@ def test_absurd_counts_end_at_once(tmp_path):
         refused(edit(copy, config=lambda c: c.update({field: 2**31 - 8})), field if field == "num_hidden_layers" else "experts",
                 2**31 - 8)
     refused(edit(folder, config=lambda c: c.update(intermediate_size=2**30)), "intermediate_size", 2**30)
+
+
+def kimi_k25():
+    """config.json of Kimi-K2.5 (target.md 1) and the header entries of its text weights, from the table's shapes."""
+    text = {**tiny.TARGET, "model_type": "kimi_k2", "vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 61,
+            "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_group": 1,
+            "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "quantization_config": tiny.INT4, "eos_token_id": 163585}
+    return {"model_type": "kimi_k25", "text_config": text}
+
+
+def test_kimi_k25_has_its_published_size(tmp_path):
+    """1026.41 B parameters and 594.2 GB of text weights (target.md 6c); the account of its 208 thousand tensors takes seconds."""
+    (tmp_path / "config.json").write_text(json.dumps(kimi_k25()))
+    config = TargetConfig.read(str(tmp_path))
+    table, infos = target_table(config), {}
+    for e in table.entries:
+        name = "language_model." + e.source
+        if ".experts." in name:
+            rows, columns = e.shape
+            infos |= {name + "_packed": Info("f", "I32", (rows, columns // 8)), name + "_shape": Info("f", "I32", (2,)),
+                      name + "_scale": Info("f", "BF16", (rows, columns // 32))}
+        else:
+            infos[name] = Info("f", "F32" if name.endswith("bias") else "BF16", e.shape)
+    assert sum(math.prod(shape) for shape in table.shapes.values()) / 1e9 == pytest.approx(1026.41, abs=0.01)
+    checkpoint = Checkpoint(str(tmp_path), infos)
+    plan = account(checkpoint, table, rename(checkpoint, lambda n: strip_target(n, config)), {}, config.quantization, config.prefix)
+    assert plan.report.bytes / 1e9 == pytest.approx(594.2, abs=0.05) and len(plan.report.tensors) == len(infos)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------------

@@ -404,7 +404,8 @@ FAULTS = {
     "flags disagree": (None, lambda c: (c.update(norm_output=True), c["eagle_config"].update(return_hidden_post_norm=False)),
                        ("norm_output", "return_hidden_post_norm")),
     "flag is no bool": (None, lambda c: c.update(norm_output="yes"), ("norm_output", "yes")),
-    "both norms": (lambda w: w.update({f"fc_norm.{k}.weight": torch.ones(64) for k in range(3)} | {"input_norm.weight": torch.ones(192)}),
+    "both norms": (lambda w: [w.update({name + ".weight": torch.ones(n)}) for name, n in
+                              (("input_norm", 192), ("fc_norm.0", 64), ("fc_norm.1", 64), ("fc_norm.2", 64))],
                    lambda c: c.update(fc_norm=True, norm_before_fc=True), ("norm_before_fc", "fc_norm")),
     "width": (None, lambda c: c.update(target_hidden_size=128), ("target_hidden_size", 128, 64)),
     "hidden": (None, lambda c: c.update(hidden_size=32), ("32",)),

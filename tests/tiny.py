@@ -1,7 +1,7 @@
 """Small checkpoints in the layouts of the hub: random DeepSeek-V3/V2 targets.
 
-A target of random weights soon falls into a loop under greedy decoding, which hides faults. So the head of a tiny target favours a
-successor of every token (one long cycle over the vocabulary), which its layers perturb by `branch`.
+A target of random weights soon falls into a loop under greedy decoding, which hides faults. So the head of a tiny target
+favours a successor of every token (one long cycle over the vocabulary), which its layers perturb by `branch`.
 """
 import json
 from pathlib import Path
@@ -13,14 +13,16 @@ from . import naive
 
 TARGET = dict(
     architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", vocab_size=512, hidden_size=64, num_hidden_layers=8,
-    num_attention_heads=4, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-    intermediate_size=160, moe_intermediate_size=32, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=2,
-    topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.5, scoring_func="sigmoid", topk_method="noaux_tc",
-    first_k_dense_replace=1, moe_layer_freq=1, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_position_embeddings=256,
-    hidden_act="silu", attention_bias=False, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, num_nextn_predict_layers=0)
-V2 = dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", scoring_func="softmax", topk_method="greedy", n_group=1,
-          norm_topk_prob=False, routed_scaling_factor=1.0)
-YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)
+    num_attention_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+    intermediate_size=160, moe_intermediate_size=32, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1,
+    norm_topk_prob=True, routed_scaling_factor=1.5, scoring_func="sigmoid", topk_method="noaux_tc",
+    first_k_dense_replace=1, moe_layer_freq=1, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None,
+    max_position_embeddings=256, hidden_act="silu", attention_bias=False, tie_word_embeddings=False, bos_token_id=0,
+    eos_token_id=1, num_nextn_predict_layers=0)
+V2 = dict(architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", scoring_func="softmax", topk_method="greedy",
+          n_group=1, norm_topk_prob=False, routed_scaling_factor=1.0)
+YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32, beta_slow=1, mscale=1.0,
+            mscale_all_dim=1.0)
 INT4 = dict(
     quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed", kv_cache_scheme=None,
     config_groups=dict(group_0=dict(targets=["Linear"], input_activations=None, output_activations=None, weights=dict(
@@ -72,7 +74,8 @@ def target_tensors(config, seed, branch):
     successor[cycle] = cycle.roll(-1)
     head = torch.zeros(vocab, h)
     head[successor] = embed * 1.5 * h ** -0.5
-    w = {"model.embed_tokens.weight": embed, "model.norm.weight": random.norm(h), "lm_head.weight": head + random.normal(vocab, h, std=0.02)}
+    w = {"model.embed_tokens.weight": embed, "model.norm.weight": random.norm(h),
+         "lm_head.weight": head + random.normal(vocab, h, std=0.02)}
     for i in range(config["num_hidden_layers"]):
         layer = mla_tensors(config, h, random, branch)
         layer |= {"input_layernorm.weight": random.norm(h), "post_attention_layernorm.weight": random.norm(h)}
@@ -140,8 +143,8 @@ def save(directory, tensors, shards=1):
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def write_target(directory, seed=0, storage="fp32", wrapper=False, shards=1, mtp=False, v2=False, branch=0.35, extra=None, **config):
-    """A random target; returns its directory. `wrapper`: Kimi-K2.5's, with vision tensors and decoy fields; `extra`: more tensors."""
+def write_target(directory, seed=0, storage="fp32", wrapper=False, shards=1, mtp=False, v2=False, branch=0.35, **config):
+    """A random target; returns its directory. `wrapper`: Kimi-K2.5's, with vision tensors and decoy fields."""
     directory = Path(directory)
     config = {**TARGET, **(V2 if v2 else {}), **config, "torch_dtype": str(DTYPE[storage])[6:]}
     config["num_key_value_heads"] = config["num_attention_heads"]
@@ -153,13 +156,13 @@ def write_target(directory, seed=0, storage="fp32", wrapper=False, shards=1, mtp
         n, h = config["num_hidden_layers"], config["hidden_size"]
         w |= {f"model.layers.{n}.{name}.weight": torch.ones(h) for name in ("enorm", "hnorm", "shared_head.norm")}
         w |= {f"model.layers.{n}.eh_proj.weight": torch.ones(h, 2 * h), f"model.layers.{n}.embed_tokens.weight": torch.ones(4, h)}
-    w |= extra or {}
     if wrapper:
         w = {"language_model." + name: value for name, value in w.items()}
         w |= {"vision_tower.patch_embed.proj.weight": torch.ones(4, 3), "mm_projector.proj.0.weight": torch.ones(4, 4)}
         config = dict(architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25", vocab_size=7, hidden_size=3,
                       eos_token_id=config["eos_token_id"], bos_token_id=config["bos_token_id"], media_placeholder_token_id=5,
-                      text_config={**config, "model_type": "kimi_k2"}, vision_config=dict(vt_hidden_size=4), tie_word_embeddings=False)
+                      text_config={**config, "model_type": "kimi_k2"}, vision_config=dict(vt_hidden_size=4),
+                      tie_word_embeddings=False)
     save(directory, w, shards)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     return directory

@@ -12,17 +12,18 @@ from torch.nn.functional import cross_entropy
 from . import naive
 from .tiny import Random, mla_tensors, mlp_tensors, save
 
-LLAMA = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)                        # head_dim is not hidden / heads
+LLAMA = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)      # head_dim is not hidden / heads
 MLA = dict(num_attention_heads=4, q_lora_rank=32, kv_lora_rank=48, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
 SHAPE = dict(intermediate_size=96, num_hidden_layers=1, rms_norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None,
              max_position_embeddings=256, hidden_act="silu", attention_bias=False, tie_word_embeddings=False)
 PREFIX = dict(safeailab="midlayer.", specforge="midlayer.", torchspec="midlayer.", speculators="layers.0.", nvidia="layers.0.")
-OUTPUTS = ("specforge", "torchspec", "nvidia")                                                 # dialects that number the outputs of layers
+OUTPUTS = ("specforge", "torchspec", "nvidia")          # dialects that number the outputs of layers
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # one draft per dialect, for `checkpoints.fitted`
 DIALECTS = {
     "safeailab": dict(dialect="safeailab", vocab=384),
-    "speculators": dict(dialect="speculators", qk_norm=True, flags=("norm_before_residual", "norm_before_fc", "norm_output"), own_embed=True),
+    "speculators": dict(dialect="speculators", qk_norm=True, own_embed=True,
+                        flags=("norm_before_residual", "norm_before_fc", "norm_output")),
     "specforge": dict(dialect="specforge", vocab=384, flags=("fc_norm", "norm_output")),
     "torchspec": dict(dialect="torchspec", attention="mla", flags=("fc_norm", "norm_output")),
     "nvidia": dict(dialect="nvidia", attention="mla", vocab=384, order="frequency"),
@@ -51,12 +52,13 @@ def draft_tensors(config, target, captured, flags, qk_norm, vocab, random):
 
 
 def write_draft(directory, target_dir, dialect="safeailab", attention="llama", flags=(), capture=None, vocab=None, order="sorted",
-                own_embed=None, own_head=True, qk_norm=False, dtype=torch.float32, prefix=None, outer="", seed=1, weights=None, **config):
+                own_embed=None, own_head=True, qk_norm=False, dtype=torch.float32, prefix=None, outer="", seed=1, weights=None,
+                **config):
     """A random draft for the target in `target_dir`; returns its directory.
 
-    `flags`: a subset of FLAGS; `capture`: inputs of layers, default (2, n//2, n-3); `vocab`: draft vocabulary, None for the full one;
+    `flags`: a subset of FLAGS; `capture`: inputs of layers, default (2, n//2, n-3); `vocab`: of the draft, None for the full one;
     `order`: of the kept ids, "sorted" or "frequency"; `own_embed`: None is the dialect's habit; `prefix` and `outer` replace the
-    dialect's names; `weights`: bare names -> tensors instead of random ones, to write one draft in several dialects.
+    dialect's names; `weights`: bare names -> tensors instead of random ones, to write one draft under several names.
     """
     directory, random, config_target = Path(directory), Random(seed), json.loads((Path(target_dir) / "config.json").read_text())
     target = config_target.get("text_config", config_target)
@@ -69,7 +71,7 @@ def write_draft(directory, target_dir, dialect="safeailab", attention="llama", f
     if own_head:
         w["lm_head.weight"] = random.linear(vocab or full, layer["hidden_size"])
     if vocab:
-        kept = random.permutation(full - 8)[:vocab] + 8                                          # never the first ids
+        kept = random.permutation(full - 8)[:vocab] + 8             # never the first ids
         kept = kept if order == "frequency" else kept.sort().values
         w["d2t"] = kept - torch.arange(vocab)
         if dialect != "nvidia":
@@ -98,7 +100,8 @@ def draft_config(dialect, layer, inputs, flags, qk_norm, vocab, target_width):
     ids = [i - 1 for i in inputs] if dialect in OUTPUTS else inputs
     eagle = dict(use_aux_hidden_state=True, eagle_aux_hidden_state_layer_ids=ids)
     if dialect == "nvidia":
-        eagle |= dict(use_input_layernorm_in_first_layer=True, use_last_layernorm=True, use_mtp_layernorm=False, next_layer_regular=True)
+        eagle |= dict(use_input_layernorm_in_first_layer=True, use_last_layernorm=True, use_mtp_layernorm=False,
+                      next_layer_regular=True)
     elif ids[0] != 1 and dialect in OUTPUTS or ids[0] == 1 and dialect not in OUTPUTS:
         eagle["capture_convention"] = "output" if dialect in OUTPUTS else "input"
     arch = dict(architectures=["Eagle3DeepseekV2ForCausalLM"], model_type="kimi_k2") if mla else \
@@ -116,7 +119,7 @@ def bare_tensors(directory):
 
 
 def fit(directory, target_dir, steps=120, depths=3, batch=24, length=16, rate=4e-3, pool=512, seed=0):
-    """Train the draft in `directory` on its target in place: test-time training over `depths`, cross-entropy against the target."""
+    """Train the draft in `directory` on its target, in place: test-time training over `depths`, soft cross-entropy."""
     generator = torch.Generator().manual_seed(seed)
     target = naive.Target(target_dir, torch.float32)
     draft = naive.Draft(directory, target, dtype=torch.float32)

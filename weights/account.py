@@ -152,13 +152,13 @@ def _unknown(checkpoint: Checkpoint, unknown: list[str], missing: list[str], tab
     more = f" (and {len(unknown) - 1} more unknown tensors)" if len(unknown) > 1 else ""
     file = checkpoint.tensors[name].file
     base = next((name.removesuffix(end) + ".weight" for end in _COMPANIONS if name.endswith(end)), None)
-    if base:
+    if base and (base in checkpoint.tensors or base.removeprefix(prefix) in missing):
         state = "which is not stored in the form that it serves" if base in checkpoint.tensors else "which is missing"
         return MinispecError(f"{file}: tensor {name}{more} is unknown alone: it belongs to {base}, {state}; take the config.json and "
                              "shards that belong together")
     if name.endswith(".bias"):
         return MinispecError(f"{file}: tensor {name}{more} is a bias, and this architecture has none; use another checkpoint")
-    nearest = _nearest(name, missing or list(dict.fromkeys(e.source for e in table.entries)))
+    nearest = _nearest((base or name).removeprefix(prefix), missing or list(dict.fromkeys(e.source for e in table.entries)))
     state = "which is missing" if missing else "which is there too"
     return MinispecError(f"{file}: tensor {name}{more} is unknown; the nearest expected name is {prefix}{nearest}, {state}; "
                          "rename or remove the tensor, or take the config.json that belongs to the weights")
