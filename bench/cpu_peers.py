@@ -13,11 +13,12 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-import torch
-from safetensors.torch import load_file, save_file
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")         # as the command does; read when torch starts
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
-from minispec import Engine, SamplingParams
-from minispec.bench import DEFAULT, difference, environment, measure, read_jsonl, spread, timed
+from minispec import Engine, SamplingParams  # noqa: E402
+from minispec.bench import DEFAULT, difference, environment, measure, read_jsonl, spread, timed  # noqa: E402
 
 
 def dequantised(directory):

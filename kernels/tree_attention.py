@@ -80,4 +80,4 @@ def tree_attention(q, cache, view, scale, values):
         scores = torch.matmul(part.flatten(2, 3), keys).unflatten(2, part.shape[2:4]) * scale
         weights = torch.softmax(scores + view.bias[:, :, at:at + step], -1)
         out.append(torch.matmul(weights.flatten(2, 3), lifted).unflatten(2, part.shape[2:4]))
-    return torch.cat(out, 2).transpose(1, 2).flatten(2, 3).to(cache.dtype)
+    return (out[0] if len(out) == 1 else torch.cat(out, 2)).transpose(1, 2).flatten(2, 3).to(cache.dtype)

@@ -1,13 +1,12 @@
 """What a checkpoint's config.json says, as frozen objects: the target, its storage, the draft."""
-
 from dataclasses import dataclass, field
 
 from minispec.errors import MinispecError
-from minispec.fields import Fields, short
+from minispec.fields import REQUIRED, Fields, short
 from minispec.quantization import Quantization
 from minispec.rope import Rope, read_rope
 
-__all__ = ["DraftConfig", "Quantization", "Rope", "TargetConfig", "latent_eps", "latent_widths", "widths"]
+__all__ = ["LATENT_EPS", "DraftConfig", "Quantization", "Rope", "TargetConfig", "latent_eps", "latent_widths", "widths"]
 
 LATENT_EPS = 1e-6
 # What transformers assumes when a config omits the field; sizes are never assumed.
@@ -16,26 +15,40 @@ _V3 = {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_
 _V2 = {"n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": None, "topk_group": None, "first_k_dense_replace": 0,
        "norm_topk_prob": False, "max_position_embeddings": 2048, "scoring_func": "softmax", "topk_method": "greedy"}
 _DEFAULTS = {"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2}
-_ARCHITECTURES = {"DeepseekV3ForCausalLM": "deepseek_v3", "DeepseekV2ForCausalLM": "deepseek_v2"}
+# Fields that would change the forward, with the one value that it implements, if any.
+_FIXED = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,),
+          "index_topk": (), "index_n_heads": (), "index_head_dim": ()}
 
 
-@dataclass(frozen=True)
-class TargetConfig:
-    """A DeepSeek-V3-family target (facts: target.md 1). Sizes in channels, eps and factors as the forward uses them.
+@dataclass(frozen=True, kw_only=True)
+class _Widths:
+    """What a target and a draft share. Sizes in channels; the ranks and widths of latent attention are 0 or None without it."""
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    latent_norm_eps: float
+    rope: Rope
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    @property
+    def softmax_scale(self) -> float:
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.score_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig(_Widths):
+    """A DeepSeek-V3-family target (facts: target.md 1), eps and factors as the forward uses them.
 
     `prefix` is what the checkpoint's language-model names start with; `notes` are the assumptions made while reading.
     """
-
-    vocab_size: int
-    hidden_size: int
     num_hidden_layers: int
-    num_attention_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    intermediate_size: int
     moe_intermediate_size: int
     n_routed_experts: int
     n_shared_experts: int
@@ -48,10 +61,6 @@ class TargetConfig:
     topk_method: str
     first_k_dense_replace: int
     moe_layer_freq: int
-    rms_norm_eps: float
-    latent_norm_eps: float
-    rope: Rope
-    max_position_embeddings: int
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -63,10 +72,6 @@ class TargetConfig:
         """Whether layer i routes to experts (the others are dense)."""
         return self.n_routed_experts > 0 and i >= self.first_k_dense_replace and i % self.moe_layer_freq == 0
 
-    @property
-    def softmax_scale(self) -> float:
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.score_factor
-
     @classmethod
     def read(cls, folder: str, latent_norm_eps: float | str = LATENT_EPS) -> "TargetConfig":
         """Read `folder`/config.json, Kimi-K2.5's wrapper included.
@@ -77,58 +82,45 @@ class TargetConfig:
         top = Fields.read(folder)
         fields, prefix, notes = _unwrap(top)
         c = widths(fields)
-        if fields.get("num_key_value_heads", c["num_attention_heads"]) != c["num_attention_heads"]:
-            raise fields.refuse("num_key_value_heads", f"latent attention has as many key heads as num_attention_heads "
-                                                       f"({c['num_attention_heads']}); correct the config")
+        fields.only("num_key_value_heads", (c["num_attention_heads"],), "latent attention has as many key heads as heads")
         if "q_lora_rank" not in fields.values:
             raise fields.refuse("q_lora_rank", "an integer or null is needed; take the config.json of the weights")
-        c |= latent_widths(fields)
-        style = "interleaved" if fields.flag("rope_interleave", True) else "half"
-        positions = c["max_position_embeddings"] = fields.integer("max_position_embeddings")
-        c["rope"] = read_rope(fields, c["qk_rope_head_dim"], style, positions)
-        c |= _routing(fields)
+        c |= latent_widths(fields) | _routing(fields)
+        c["max_position_embeddings"] = fields.integer("max_position_embeddings")
+        c["rope"] = read_rope(fields, c["qk_rope_head_dim"], "interleaved" if fields.flag("rope_interleave", True) else "half",
+                              c["max_position_embeddings"])
         c["tie_word_embeddings"] = fields.flag("tie_word_embeddings", False)
-        ids = fields if fields.has("eos_token_id") else top
         c["bos_token_id"] = fields.integer("bos_token_id", None, low=0, high=c["vocab_size"] - 1)
-        c["eos_token_ids"] = _ids(ids, "eos_token_id", c["vocab_size"])
+        ids = fields if fields.has("eos_token_id") else top
+        stops = ids.get("eos_token_id", [])
+        stops = stops if isinstance(stops, list) else [stops]
+        if any(type(i) is not int or not 0 <= i < c["vocab_size"] for i in stops):
+            raise ids.refuse("eos_token_id", f"token ids from 0 to {c['vocab_size'] - 1} are expected; correct the config")
+        c["eos_token_ids"] = tuple(dict.fromkeys(stops))
         c["latent_norm_eps"], note = latent_eps(latent_norm_eps, c["rms_norm_eps"])
         section = fields.section("quantization_config") or top.section("quantization_config")
         c["quantization"] = Quantization.read(section) if section else None
         unsaid = [name for name in ("rms_norm_eps", *fields.defaults) if name not in fields.values and c[name] is not None]
         if unsaid:
-            notes.append("missing in config.json, read as transformers does: " + ", ".join(f"{name} {c[name]}" for name in unsaid))
-        return cls(**c, prefix=prefix, notes=tuple(notes + [note, str(c["rope"])]))
+            notes.append(f"missing in config.json, read as transformers does: {', '.join(f'{n} {c[n]}' for n in unsaid)}")
+        return cls(**c, prefix=prefix, notes=(*notes, note, str(c["rope"])))
 
 
-@dataclass(frozen=True)
-class DraftConfig:
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(_Widths):
     """An EAGLE-3 head of one layer (facts: eagle3.md 1 and 2), every dialect resolved.
 
-    `attention` is "llama" (num_key_value_heads, head_dim, qk_norm) or "mla" (the ranks and widths of latent attention; its
-    other fields are 0 or None). `capture` numbers the residual streams entering target layers, ascending.
+    `attention` is "llama" (num_key_value_heads, head_dim, qk_norm) or "mla"; the fields of the other kind are 0 or None.
+    `capture` numbers the residual streams entering target layers, ascending.
     """
-
-    hidden_size: int
     target_hidden_size: int
-    vocab_size: int
     draft_vocab_size: int
     attention: str
-    num_attention_heads: int
-    intermediate_size: int
-    rms_norm_eps: float
-    latent_norm_eps: float
-    rope: Rope
-    max_position_embeddings: int
     capture: tuple[int, ...]
     capture_reason: str
     num_key_value_heads: int = 0
     head_dim: int = 0
     qk_norm: bool = False
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -136,9 +128,7 @@ class DraftConfig:
 
     @property
     def softmax_scale(self) -> float:
-        if self.attention == "llama":
-            return self.head_dim ** -0.5
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.score_factor
+        return self.head_dim ** -0.5 if self.attention == "llama" else super().softmax_scale
 
 
 def _unwrap(top: Fields) -> tuple[Fields, str, list[str]]:
@@ -147,38 +137,20 @@ def _unwrap(top: Fields) -> tuple[Fields, str, list[str]]:
     if inner is not None:
         top.text("model_type", "kimi_k25", ("kimi_k25",))
         prefix = "language_model."
-        decoys = sorted(k for k, v in top.values.items() if k in inner.values and k != "model_type" and v != inner.values[k])
-        notes = [f"{top.file}: outer {k} {short(top.values[k], 60)} ignored, text_config.{k} is {short(inner.values[k], 60)}"
-                 for k in decoys if k not in ("architectures", "auto_map", "transformers_version")]
+        notes = [f"{top.file}: outer {name} {short(value, 60)} ignored, text_config.{name} is {short(inner.values[name], 60)}"
+                 for name, value in sorted(top.values.items()) if name in inner.values and inner.values[name] != value
+                 and name not in ("model_type", "architectures", "auto_map", "transformers_version")]
     elif top.values.get("model_type") == "kimi_k25":
         raise top.refuse("text_config", "a kimi_k25 config holds its language model there; download the file again")
     fields = inner or top
-    kind = fields.get("model_type", None)
-    if kind is None:
-        named = fields.get("architectures", top.get("architectures", []))
-        kind = next((_ARCHITECTURES[a] for a in named if a in _ARCHITECTURES), None) if isinstance(named, list) else None
-        kind = kind or ("deepseek_v3" if prefix else None)
-    if not isinstance(kind, str) or kind not in _DEFAULTS:
-        raise fields.refuse("model_type", f"targets of type {', '.join(_DEFAULTS)} and kimi_k25 are supported; use one of those")
+    kind = fields.text("model_type", "deepseek_v3" if prefix else REQUIRED, tuple(_DEFAULTS))
     return Fields(fields.values, top.file, path=fields.path, defaults=_DEFAULTS[kind]), prefix, notes
-
-
-# Fields that would change the forward, with the values it implements.
-_REFUSED = {
-    "hidden_act": (("silu",), "only silu is supported; use another checkpoint"),
-    "attention_bias": ((False,), "biases in attention are not supported; use another checkpoint"),
-    "mlp_bias": ((False,), "biases in the MLP are not supported; use another checkpoint"),
-    "use_sliding_window": ((False,), "sliding-window attention is not supported; use another checkpoint"),
-    "index_topk": ((), "sparse attention (DeepSeek-V3.2) is not supported; use a dense checkpoint"),
-    "index_n_heads": ((), "sparse attention (DeepSeek-V3.2) is not supported; use a dense checkpoint"),
-    "index_head_dim": ((), "sparse attention (DeepSeek-V3.2) is not supported; use a dense checkpoint"),
-}
 
 
 def widths(fields: Fields) -> dict:
     """The sizes that a target and a draft share, after refusing fields that would change the forward."""
-    for name, (allowed, why) in _REFUSED.items():
-        fields.only(name, allowed, why)
+    for name, allowed in _FIXED.items():
+        fields.only(name, allowed, "use a checkpoint without biases, windows and sparse attention")
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     return {name: fields.integer(name) for name in names} | {"rms_norm_eps": fields.number("rms_norm_eps", LATENT_EPS)}
 
@@ -195,48 +167,35 @@ def latent_eps(choice: float | str, rms_norm_eps: float) -> tuple[float, str]:
         return rms_norm_eps, f"latent norm eps {rms_norm_eps:g} from rms_norm_eps, as vLLM and SGLang read it"
     if isinstance(choice, str) or not 0 < choice < 1:
         raise MinispecError(f"latent_norm_eps is {choice!r}: a number between 0 and 1, or 'config', is expected")
-    return float(choice), (f"latent norm eps {choice:g} as transformers"
-                           + (f"; --latent-norm-eps config gives the servers' reading "
-                              f"({rms_norm_eps:g})" * (choice != rms_norm_eps)))
+    other = f"; --latent-norm-eps config gives the servers' reading ({rms_norm_eps:g})" if choice != rms_norm_eps else ""
+    return float(choice), f"latent norm eps {choice:g} as transformers{other}"
 
 
 def _routing(fields: Fields) -> dict:
     """Experts and how tokens choose them. Everything is 0 or neutral in a target without experts."""
-    experts = next((fields.integer(name, 0, low=0) for name in ("n_routed_experts", "num_experts", "num_local_experts")
-                    if fields.has(name)), 0)
-    c = {"n_routed_experts": experts, "first_k_dense_replace": fields.integer("first_k_dense_replace", 0, low=0),
+    aliases = ("n_routed_experts", "num_experts", "num_local_experts")
+    experts = fields.integer(next(filter(fields.has, aliases), aliases[0]), 0, low=0)
+    score = fields.text("scoring_func", choices=("sigmoid", "softmax"))
+    method = fields.text("topk_method", choices=("noaux_tc",) if score == "sigmoid" else ("greedy", "group_limited_greedy"))
+    c = {"n_routed_experts": experts, "scoring_func": score, "topk_method": method,
+         "first_k_dense_replace": fields.integer("first_k_dense_replace", 0, low=0),
          "moe_layer_freq": fields.integer("moe_layer_freq", 1), "n_shared_experts": fields.integer("n_shared_experts", 0, low=0),
          "routed_scaling_factor": fields.number("routed_scaling_factor"), "norm_topk_prob": fields.flag("norm_topk_prob", False)}
-    c["scoring_func"] = fields.text("scoring_func", choices=("sigmoid", "softmax"))
-    methods = {"sigmoid": ("noaux_tc",), "softmax": ("greedy", "group_limited_greedy")}[c["scoring_func"]]
-    c["topk_method"] = fields.text("topk_method", choices=methods)
     if not experts:
         return c | {"moe_intermediate_size": 0, "num_experts_per_tok": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 0}
-    if c["scoring_func"] == "softmax" and c["norm_topk_prob"]:
-        raise fields.refuse("norm_topk_prob", "implementations of softmax routing disagree on it; only false is supported")
-    c["moe_intermediate_size"] = fields.integer("moe_intermediate_size")
-    c["num_experts_per_tok"] = fields.integer("num_experts_per_tok")
-    grouped = c["topk_method"] != "greedy"
-    groups = c["n_group"] = fields.integer("n_group", 1) if grouped else 1
-    groups = c["n_group"] = groups or 1
-    kept = c["topk_group"] = (fields.integer("topk_group", 1) if grouped else 1) or 1
-    if experts % groups:
-        raise fields.refuse("n_group", f"must divide the {experts} experts; correct the config")
-    if kept > groups:
-        raise fields.refuse("topk_group", f"must not exceed n_group ({groups}); correct the config")
-    if groups > 1 and c["topk_method"] == "noaux_tc" and experts // groups < 2:
-        raise fields.refuse("n_group", f"a group's score is the sum of its best two, and {experts} experts give it fewer; "
-                                       "correct the config")
-    if c["num_experts_per_tok"] > experts // groups * kept:
-        raise fields.refuse("num_experts_per_tok", f"must not exceed the {experts // groups * kept} experts that the groups "
-                                                   "leave; correct the config")
-    return c
-
-
-def _ids(fields: Fields, name: str, vocab_size: int) -> tuple[int, ...]:
-    """One token id or a list of them; every id is checked against the vocabulary."""
-    value = fields.get(name, [])
-    ids = value if isinstance(value, list) else [value]
-    if any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
-        raise fields.refuse(name, f"token ids from 0 to {vocab_size - 1} are expected; correct the config")
-    return tuple(dict.fromkeys(ids))
+    chosen = fields.integer("num_experts_per_tok")
+    groups, kept = (fields.integer(name, 1) or 1 if method != "greedy" else 1 for name in ("n_group", "topk_group"))
+    per_group = experts // groups
+    for wrong, name, why in (
+            (score == "softmax" and c["norm_topk_prob"], "norm_topk_prob",
+             "implementations of softmax routing disagree on it: only false is supported; use another checkpoint"),
+            (experts % groups, "n_group", f"must divide the {experts} experts; correct the config"),
+            (kept > groups, "topk_group", f"must not exceed n_group ({groups}); correct the config"),
+            (groups > 1 and method == "noaux_tc" and per_group < 2, "n_group",
+             f"a group's score is the sum of its best two, and {experts} experts give it fewer; correct the config"),
+            (chosen > per_group * kept, "num_experts_per_tok",
+             f"must not exceed the {per_group * kept} experts that the groups leave; correct the config")):
+        if wrong:
+            raise fields.refuse(name, why)
+    return c | {"moe_intermediate_size": fields.integer("moe_intermediate_size"), "num_experts_per_tok": chosen,
+                "n_group": groups, "topk_group": kept}

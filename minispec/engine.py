@@ -192,6 +192,8 @@ class Engine:
         return requests, single
 
     def _ids(self, index, prompt):
+        if len(prompt) == 0:
+            raise MinispecError(f"prompt {index} is empty; give at least one character or token")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise MinispecError(f"prompt {index} is text, but the target has no tokenizer files; give token ids")

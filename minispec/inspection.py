@@ -8,7 +8,7 @@ from textwrap import wrap
 from minispec.config import LATENT_EPS, TargetConfig
 from minispec.fields import Fields
 from minispec.tokenizer import Tokenizer, stop_ids
-from minispec.weights.capture import NVIDIA_KEYS
+from minispec.weights.resolve import NVIDIA_KEYS
 from minispec.weights.checkpoint import Checkpoint
 from minispec.weights.draft import open_draft
 from minispec.weights.load import __file__ as load_file
@@ -62,7 +62,7 @@ def describe_target(folder, config):
 def describe_draft(folder, config, dialect, eps):
     overrides = {name: dialect.pop(name) for name in list(dialect) if name not in ("capture", "capture_convention", "d2t")}
     plan = open_draft(folder, config, latent_norm_eps=eps, overrides=overrides, **dialect)
-    c, names = plan.config, list(plan.plan.checkpoint.tensors)
+    c, names = plan.config, list(plan.checkpoint.tensors)
     kv = c.kv_lora_rank + c.qk_rope_head_dim if c.attention == "mla" else 2 * c.num_key_value_heads * c.head_dim
     ids = plan.d2t
     return {
@@ -81,7 +81,7 @@ def describe_draft(folder, config, dialect, eps):
         "rope": describe_rope(c.rope),
         "read_as": plan.report.lines,
         "tensors": grouped(plan.report.tensors),
-        "bytes": sizes(plan.plan),
+        "bytes": sizes(plan),
         "kv_bytes_per_token": {name: kv * width for name, width in WIDTHS.items()},
     }
 

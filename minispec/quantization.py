@@ -1,5 +1,4 @@
 """How a checkpoint stores its Linear weights, as its quantization_config says."""
-
 import re
 from dataclasses import dataclass
 
@@ -12,9 +11,8 @@ _WAY_OUT = "store the weights as bf16, as FP8 e4m3 in 128x128 blocks, or as INT4
 class Quantization:
     """How Linear weights are stored. kind "fp8": one scale per `block` = (rows, columns) tile; "int4": one per `group` inputs.
 
-    `targets` and `ignore` are compressed-tensors patterns: a module name, a class name, or "re:" and a regular expression.
+    `targets` and `ignore` are compressed-tensors patterns: a module name, "Linear", or "re:" and a regular expression.
     """
-
     kind: str
     block: tuple[int, int] = (1, 1)
     group: int = 0
@@ -23,50 +21,40 @@ class Quantization:
 
     def covers(self, names: tuple[str, ...]) -> bool:
         """Whether the Linear module known by any of `names` is stored quantised (int4) or may be (fp8)."""
-        return self._matches(self.targets, names) and not self._matches(self.ignore, names)
-
-    def _matches(self, patterns, names) -> bool:
-        return any(p == "Linear" or p in names or p.startswith("re:") and any(self._regex(p).match(n) for n in names)
-                   for p in patterns)
-
-    @staticmethod
-    def _regex(pattern: str) -> re.Pattern:
-        return re.compile(pattern[3:])
+        targeted, ignored = (any(p == "Linear" or p in names or p.startswith("re:") and any(re.match(p[3:], n) for n in names)
+                                 for p in patterns) for patterns in (self.targets, self.ignore))
+        return targeted and not ignored
 
     @classmethod
     def read(cls, fields: Fields) -> "Quantization":
         """From a quantization_config. MinispecError for any scheme but FP8 blocks and INT4 symmetric groups."""
         method = fields.text("quant_method")
         if method == "fp8":
-            fields.only("fmt", ("e4m3",), f"only e4m3 is supported; {_WAY_OUT}")
-            fields.only("activation_scheme", ("dynamic",), f"only dynamic activations are supported; {_WAY_OUT}")
+            fields.only("fmt", ("e4m3",), _WAY_OUT)
+            fields.only("activation_scheme", ("dynamic",), _WAY_OUT)
             block = fields.get("weight_block_size", None)
             if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
                 raise fields.refuse("weight_block_size", f"two positive integers are expected, as [128, 128]; {_WAY_OUT}")
             return cls("fp8", block=tuple(block), ignore=_patterns(fields, "modules_to_not_convert"))
         if method != "compressed-tensors":
             raise fields.refuse("quant_method", f"this storage is not supported; {_WAY_OUT}")
-        fields.only("quantization_status", ("compressed",), f"only compressed weights can be read; {_WAY_OUT}")
-        fields.only("kv_cache_scheme", ({},), "a quantised KV cache is not supported; remove the field to run without it")
-        sparsity = fields.section("sparsity_config")
-        if sparsity:
-            sparsity.only("format", ("dense",), f"sparse weights are not supported; {_WAY_OUT}")
         groups = fields.section("config_groups")
         if groups is None or len(groups.values) != 1:
             raise fields.refuse("config_groups", f"exactly one group is supported; {_WAY_OUT}")
         group = groups.section(next(iter(groups.values))) or groups
-        for format_of in (fields, group):
-            format_of.only("format", ("pack-quantized",), f"only pack-quantized is supported; {_WAY_OUT}")
-        for name in ("input_activations", "output_activations"):
-            group.only(name, (), f"quantised activations are not supported; {_WAY_OUT}")
         weights = group.section("weights")
         if weights is None:
             raise group.refuse("weights", f"the scheme of the weights is needed; {_WAY_OUT}")
-        for name, wanted in (("num_bits", 4), ("type", "int"), ("strategy", "group"), ("symmetric", True)):
-            if weights.get(name) != wanted:
-                raise weights.refuse(name, f"only {wanted!r} is supported; {_WAY_OUT}")
-        weights.only("dynamic", (False,), f"dynamic weights are not supported; {_WAY_OUT}")
-        weights.only("actorder", (False,), f"activation ordering is not supported; {_WAY_OUT}")
+        sparsity = fields.section("sparsity_config") or Fields({}, fields.file)
+        for place, name, *allowed in (
+                (fields, "quantization_status", "compressed"), (sparsity, "format", "dense"), (group, "output_activations"),
+                (fields, "format", "pack-quantized"), (group, "format", "pack-quantized"), (group, "input_activations"),
+                (weights, "num_bits", 4), (weights, "type", "int"), (weights, "strategy", "group"), (weights, "symmetric", True),
+                (weights, "dynamic", False), (weights, "actorder", False)):
+            place.only(name, tuple(allowed), _WAY_OUT)
+        fields.only("kv_cache_scheme", ({},), "remove the field to run with a cache that is not quantised")
+        for name in ("num_bits", "type", "strategy", "symmetric"):
+            weights.get(name)                        # refused where missing: no default is safe
         size = weights.integer("group_size")
         if size % 32:
             raise weights.refuse("group_size", f"a multiple of 32 is needed; {_WAY_OUT}")

@@ -1,15 +1,14 @@
 """One request: its tokens so far, where it ends, and what the user sees of it."""
-
 from dataclasses import dataclass
 
 from minispec.errors import MinispecError
+from minispec.fields import refuse_first
 from minispec.params import SamplingParams
 
 
 @dataclass(frozen=True)
 class Event:
     """What one round (or the prefill) added to a request. `text` is None without a tokenizer, `accepted` None for the prefill."""
-
     index: int
     text: str | None
     ids: list[int]
@@ -21,7 +20,6 @@ class Event:
 class Output:
     """A finished request. `ids` has the stop id, or the id that completed a stop string, at its end; `text` excludes both.
     `accepted` has one int a round after the prefill: draft tokens among the emitted; uncut, len(ids) == 1 + sum(accepted + 1)."""
-
     prompt_ids: list[int]
     ids: list[int]
     text: str | None
@@ -45,22 +43,19 @@ class Request:
     """
 
     def __init__(self, index: int, prompt_ids: list[int], params: SamplingParams, eos_ids, max_length: int, decoder=None):
-        if not prompt_ids:
-            raise MinispecError(f"prompt {index} is empty; give at least one token")
-        if len(prompt_ids) >= max_length:
-            raise MinispecError(f"prompt {index} has {len(prompt_ids)} tokens and max_length is {max_length}, which leaves no"
-                                " room for output; shorten the prompt or raise max_length")
+        size = len(prompt_ids)
+        refuse_first(f"prompt {index}", (size == 0, "is empty; give at least one token"),
+                     (size >= max_length, f"has {size} tokens and max_length is {max_length}, which leaves no room for output; "
+                                          "shorten the prompt or raise max_length"))
         if params.stop and decoder is None:
             raise MinispecError(f"stop {params.stop[0]!r} needs a tokenizer, which this target lacks; use stop_ids")
         self.index, self.prompt_ids, self.params, self.decoder = index, list(prompt_ids), params, decoder
-        self.stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-        self.limit = min(len(prompt_ids) + params.max_tokens, max_length)
-        self.slot, self.pages = None, []
-        self.length = self.draft_length = 0
-        self.ids, self.accepted = [], []
+        self.stop_ids = frozenset(params.stop_ids).union(() if params.ignore_eos else eos_ids)
+        self.limit = min(size + params.max_tokens, max_length)
+        self.slot, self.pages, self.length, self.draft_length = None, [], 0, 0
+        self.ids, self.accepted, self.finish_reason = [], [], None
         self.logprobs = [] if params.logprobs else None
         self.text = None if decoder is None else ""
-        self.finish_reason = None
 
     @property
     def prefilling(self) -> bool:
@@ -82,28 +77,25 @@ class Request:
         limit fall on the same token the reason is "stop", as in decoding one token at a time. With m tokens kept, accepted is
         min(m, k): a bonus that ends the request still was a bonus. The prefill adds no entry, also when its token is a stop.
         """
-        first = not self.ids
-        kept = tokens[:self.room]
+        kept, text, accepted = tokens[:self.room], None, None
         reason = "length" if len(kept) == self.room else None
-        stop = next((place for place, token in enumerate(kept) if token in self.stop_ids), None)
-        if stop is not None:
-            kept, reason = kept[:stop + 1], "stop"
-        text = None
+        shown = next((place for place, token in enumerate(kept) if token in self.stop_ids), len(kept))  # a stop id has no text
+        if shown < len(kept):
+            kept, reason = kept[:shown + 1], "stop"
         if self.decoder is not None:
-            text, cut = self.decoder.push(kept if stop is None else kept[:stop])
+            text, cut = self.decoder.push(kept[:shown])
             if cut is not None:
                 kept, reason = kept[:cut], "stop"
             elif reason:
                 text += self.decoder.finish()
             self.text += text
-        self.ids += kept
-        if self.logprobs is not None:
-            self.logprobs += logprobs[:len(kept)]
-        accepted = None
-        if not first:
+        if self.ids:
             accepted = min(len(kept), len(tokens) - 1)
             self.accepted.append(accepted)
             self.length += len(kept)
+        self.ids += kept
+        if self.logprobs is not None:
+            self.logprobs += logprobs[:len(kept)]
         self.finish_reason = reason
         return Event(self.index, text, kept, accepted, reason)
 

@@ -1,5 +1,4 @@
 """Which request computes next. Knows requests and pages, no tensors."""
-
 from collections import deque
 
 from minispec.errors import MinispecError
@@ -10,25 +9,22 @@ from minispec.request import Request
 class Scheduler:
     """First come, first served, at most `max_batch` requests at once, prompts in chunks of `chunk` tokens.
 
-    A request is admitted when pages for its worst case are free: `limit` tokens and `scratch` slots for the rows of a tree.
-    So a running request never waits for memory and is never put back. While requests run, prefill chunks and rounds alternate:
-    a long prompt does not stop the others, and they do not stop it.
+    A request is admitted when pages for its worst case are free: `limit` tokens and `scratch` slots for the rows of a tree. So a
+    running request never waits for memory and is never put back. Prefill chunks and rounds alternate: neither stops the other.
     """
 
     def __init__(self, pages: Pages, max_batch: int, chunk: int, scratch: int):
-        self.pages, self.chunk, self.scratch = pages, chunk, scratch
-        self.waiting, self.running = deque(), []
-        self._slots = list(range(max_batch - 1, -1, -1))
-        self._max_batch = max_batch
+        self.pages, self.max_batch, self.chunk, self.scratch = pages, max_batch, chunk, scratch
+        self.waiting, self.running, self._slots = deque(), [], list(range(max_batch))[::-1]
         self._prefilled = False  # the step before was a prefill chunk
 
     def add(self, request: Request) -> None:
         """Queues a request. MinispecError for one that would not fit the empty cache."""
-        if self._needed(request) > self.pages.total:
-            needed, total = (pages * self.pages.page_size for pages in (self._needed(request), self.pages.total))
-            raise MinispecError(f"prompt {request.index} needs {needed} cache slots ({len(request.prompt_ids)} prompt tokens,"
-                                f" {request.room} to emit, {self.scratch} for the tree), the cache has {total};"
-                                " lower max_tokens or shorten the prompt")
+        needed, size = self._needed(request), self.pages.page_size
+        if needed > self.pages.total:
+            parts = f"{len(request.prompt_ids)} prompt tokens, {request.room} to emit, {self.scratch} for the tree"
+            raise MinispecError(f"prompt {request.index} needs {needed * size} cache slots ({parts}), the cache has "
+                                f"{self.pages.total * size}; lower max_tokens or shorten the prompt")
         self.waiting.append(request)
 
     def next(self) -> tuple | None:
@@ -37,7 +33,11 @@ class Scheduler:
                                            last chunk (stop == N) calls request.take with the first token
         ("round", [requests])              all requests whose prompt is done, oldest first
         """
-        self._admit()
+        # strictly in order: a small request must not overtake a large one, which could then wait for ever
+        while self.waiting and self._slots and self._needed(self.waiting[0]) <= self.pages.free:
+            request = self.waiting.popleft()
+            request.pages, request.slot = self.pages.take(self._needed(request)), self._slots.pop()
+            self.running.append(request)
         rounds = [request for request in self.running if not request.prefilling]
         prefill = next((request for request in self.running if request.prefilling), None)
         self._prefilled = prefill is not None and not (rounds and self._prefilled)
@@ -59,19 +59,9 @@ class Scheduler:
         """RuntimeError unless every page and every slot has exactly one owner and each running request its worst case."""
         self.pages.check([request.pages for request in self.running])
         slots = sorted(self._slots + [request.slot for request in self.running])
-        if slots != list(range(self._max_batch)):
-            raise RuntimeError(f"scheduler: slots {slots} of {self._max_batch}")
-        for request in self.running:
-            owned, needed = len(request.pages), self._needed(request)
-            if owned != needed:
-                raise RuntimeError(f"scheduler: prompt {request.index} owns {owned} pages, not {needed}")
+        wrong = {request.index: len(request.pages) for request in self.running if len(request.pages) != self._needed(request)}
+        if wrong or slots != list(range(self.max_batch)):
+            raise RuntimeError(f"scheduler: slots {slots} of {self.max_batch}; wrong pages by prompt: {wrong}")
 
     def _needed(self, request):
         return self.pages.needed(request.limit + self.scratch)
-
-    def _admit(self):
-        # strictly in order: a small request must not overtake a large one, which could then wait for ever
-        while self.waiting and self._slots and self._needed(self.waiting[0]) <= self.pages.free:
-            request = self.waiting.popleft()
-            request.pages, request.slot = self.pages.take(self._needed(request)), self._slots.pop()
-            self.running.append(request)

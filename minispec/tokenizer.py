@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minispec.errors import MinispecError
-from minispec.fields import read_json
+from minispec.fields import Fields, read_json, refuse_first
 from minispec.text import ChatTemplate, unicode_text
 from minispec.vocabulary import Vocabulary, added_tokens, read_vocabulary
 
@@ -19,28 +19,21 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory, vocab_size: int) -> "Tokenizer | None":
-        """Read the tokenizer of a checkpoint; None if the directory has no tokenizer file.
+        """Read the tokenizer of a checkpoint; None if the directory has no tokenizer file (see `read_vocabulary`).
 
-        The first of these is read: tiktoken.model (Kimi's form), tokenizer.model (sentencepiece), tokenizer.json (with
-        the `tokenizers` package). vocab_size: how many ids the model has. Raises MinispecError for a file that is
-        damaged or of another model.
+        vocab_size: how many ids the model has. Raises MinispecError for a file that is damaged or of another model.
         """
         directory = Path(directory)
-        settings = directory / "tokenizer_config.json"
-        config = _optional(settings)
+        config = _optional(directory / "tokenizer_config.json")
         vocabulary = read_vocabulary(directory, config, vocab_size)
         if vocabulary is None:
             return None
-        names = {key: _name(settings, config, key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        names = {key: text for key, text in names.items() if text}
-        if _flag(settings, config, "add_eos_token"):
-            raise MinispecError(f"{settings}: add_eos_token is true, which would end a prompt before its answer: set it to false")
-        bos = ()
-        if _flag(settings, config, "add_bos_token"):
-            bos = (vocabulary.find(names.get("bos_token", "")),)
-            if bos[0] is None:
-                raise MinispecError(f"{settings}: add_bos_token is true but bos_token is {names.get('bos_token')!r}, which is no "
-                                    "token of the vocabulary: name one, or set add_bos_token to false")
+        names = {key: text for key in ("bos_token", "eos_token", "unk_token", "pad_token") if (text := _name(config, key))}
+        bos = (vocabulary.find(names.get("bos_token", "")),) if config.flag("add_bos_token", False) else ()
+        refuse_first(
+            f"{config.file}:",
+            (config.flag("add_eos_token", False), "add_eos_token is true, which ends a prompt before its answer: make it false"),
+            (None in bos, f"add_bos_token is true but bos_token is {names.get('bos_token')!r}, not in the vocabulary: name one"))
         return cls(vocabulary, bos, names, _templates(directory, config))
 
     @property
@@ -61,17 +54,11 @@ class Tokenizer:
         return [*self.bos, *self.vocabulary.plain(unicode_text(text, "the prompt"))]
 
     def decode_bytes(self, ids: Iterable[int], skip_special: bool = True) -> bytes:
-        """The bytes that ids print, each id by itself, so that the parts of any split join to the bytes of the whole.
-
-        They continue a text: a first word of sentencepiece keeps the space before it.
-        """
-        hidden, pieces, printed = self.special_ids if skip_special else (), self.vocabulary.pieces, []
-        for token in ids:
-            if not 0 <= token < len(pieces):
-                raise MinispecError(f"id {token} is not one of the model's {len(pieces)} ids")
-            if token not in hidden:
-                printed.append(pieces[token])
-        return b"".join(printed)
+        """The bytes that ids print, each id by itself: a first word of sentencepiece keeps the space before it."""
+        ids, hidden, pieces = list(ids), self.special_ids if skip_special else (), self.vocabulary.pieces
+        if foreign := [token for token in ids if not 0 <= token < len(pieces)]:
+            raise MinispecError(f"id {foreign[0]} is not one of the model's {len(pieces)} ids")
+        return b"".join(pieces[token] for token in ids if token not in hidden)
 
     def chat(self, messages, add_generation_prompt: bool = True, **variables) -> tuple[list[int], str]:
         """(ids, rendered text) of a chat: a user's message, or a list of {"role": ..., "content": ...}.
@@ -79,75 +66,61 @@ class Tokenizer:
         variables go to the template (`tools`, `thinking`, ...). No BOS but the template's. The text of a control token
         is one only where the template wrote it; a template that acts on such text inside a message is an error.
         """
-        if not self.templates:
-            raise MinispecError("the target has no chat template (tokenizer_config.json, chat_template.jinja): leave out --chat")
-        name = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
-        if name not in self.templates:
-            raise MinispecError(f"the target's chat templates are {sorted(self.templates)}: name one of them 'default'")
+        template = variables.get("tools") and self.templates.get("tool_use") or self.templates.get("default")
+        if template is None:
+            raise MinispecError(f"the target has no chat template 'default' (has: {sorted(self.templates)}): leave out --chat")
         variables["add_generation_prompt"] = add_generation_prompt
-        return self.templates[name].encode(self.vocabulary, self.names, messages, variables)
+        return template.encode(self.vocabulary, self.names, messages, variables)
 
 
 def stop_ids(directory, vocab_size: int, tokenizer: Tokenizer | None = None) -> dict[int, list[str]]:
     """Ids that end an answer -> where each is named: the union over the config files of a checkpoint.
 
     Read are eos_token_id (an int or a list) of config.json, its text_config and generation_config.json, and eos_token
-    of tokenizer_config.json and special_tokens_map.json, looked up in added_tokens_decoder, then in the tokenizer;
-    without a tokenizer a name that is not found is passed over. Raises MinispecError for an id the model does not have.
+    of tokenizer_config.json and special_tokens_map.json, looked up in the tokenizer; without one in added_tokens_decoder,
+    and a name that is not found is passed over. Raises MinispecError for an id the model does not have.
     """
-    directory, found = Path(directory), {}
-    config = _optional(directory / "config.json")
-    inner = config.get("text_config")
-    for name, fields in (("config.json", config), ("config.json text_config", inner if isinstance(inner, dict) else {}),
-                         ("generation_config.json", _optional(directory / "generation_config.json"))):
-        value = fields.get("eos_token_id")
-        for token in value if isinstance(value, list) else [] if value is None else [value]:
+    config, settings, generation, names = (_optional(Path(directory, name)) for name in (
+        "config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"))
+    found = {}  # id -> {place: None}, a set in order
+    for place, fields in (("config.json", config), ("config.json text_config", config.section("text_config")),
+                          ("generation_config.json", generation)):
+        value = fields.get("eos_token_id", []) if fields else []
+        for token in value if isinstance(value, list) else [value]:
             if type(token) is not int or not 0 <= token < vocab_size:
-                raise MinispecError(f"{directory / name}: eos_token_id is {value!r}, but ids are 0..{vocab_size - 1}: correct it")
-            found.setdefault(token, {})[name] = None
-    settings = directory / "tokenizer_config.json"
-    added = {text: token for token, (text, _) in added_tokens(directory, _optional(settings), vocab_size).items()}
-    for path in (settings, directory / "special_tokens_map.json"):
-        if text := _name(path, _optional(path), "eos_token"):
-            token = added.get(text, tokenizer.vocabulary.find(text) if tokenizer else None)
+                raise fields.refuse("eos_token_id", f"ids are 0 to {vocab_size - 1}; correct it")
+            found.setdefault(token, {})[place] = None
+    added = {text: token for token, (text, _) in added_tokens(settings, vocab_size).items()}
+    for fields in (settings, names):
+        if text := _name(fields, "eos_token"):
+            token = tokenizer.vocabulary.find(text) if tokenizer else added.get(text)
             if token is not None:
-                found.setdefault(token, {})[path.name] = None
+                found.setdefault(token, {})[fields.file.name] = None
             elif tokenizer:
-                raise MinispecError(f"{path}: eos_token is {text!r}, which is no token of {tokenizer.source}: correct it")
-    return {token: list(origins) for token, origins in found.items()}
+                raise fields.refuse("eos_token", f"no token of {tokenizer.source}; correct it")
+    return {token: list(places) for token, places in found.items()}
 
 
-def _optional(path: Path) -> dict:
-    return read_json(path) if path.exists() else {}
+def _optional(path: Path) -> Fields:
+    return Fields(read_json(path) if path.exists() else {}, path)
 
 
-def _name(path: Path, config: dict, key: str) -> str | None:
+def _name(config: Fields, key: str) -> str | None:
     """The text of a token that a config names as a str or as {"content": str}."""
-    value = config.get(key)
+    value = config.get(key, None)
     text = value.get("content") if isinstance(value, dict) else value
     if value is not None and not isinstance(text, str):
-        raise MinispecError(f"{path}: {key} is {value!r}: it must be the text of a token")
+        raise config.refuse(key, "the text of a token is expected; correct it")
     return text
 
 
-def _flag(path: Path, config: dict, key: str) -> bool:
-    value = config.get(key)
-    if value not in (None, False, True) or isinstance(value, (int, float)) and not isinstance(value, bool):
-        raise MinispecError(f"{path}: {key} is {value!r}: it must be true or false")
-    return bool(value)
-
-
-def _templates(directory: Path, config: dict) -> dict[str, ChatTemplate]:
+def _templates(directory: Path, config: Fields) -> dict[str, ChatTemplate]:
     """Chat templates by name: chat_template.jinja, else chat_template of tokenizer_config.json (one text, or named ones)."""
-    path = directory / "chat_template.jinja"
+    path, value = directory / "chat_template.jinja", config.get("chat_template", [])
     if path.is_file():
-        try:
-            return {"default": ChatTemplate(path.read_text(encoding="utf-8"), str(path))}
-        except UnicodeDecodeError as error:
-            raise MinispecError(f"{path}: is not UTF-8, {error}: download it again") from error
-    path, value = directory / "tokenizer_config.json", config.get("chat_template")
-    named = value if isinstance(value, list) else [] if value is None else [{"name": "default", "template": value}]
-    for entry in named:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not isinstance(entry.get("template"), str):
-            raise MinispecError(f"{path}: chat_template is {str(entry)[:80]!r}: it must be text, or a list of name and template")
-    return {entry["name"]: ChatTemplate(entry["template"], f"{path} chat_template") for entry in named}
+        return {"default": ChatTemplate(unicode_text(path.read_text("utf-8", "surrogateescape"), str(path)), str(path))}
+    named = [{"name": "default", "template": value}] if isinstance(value, str) else value
+    if not isinstance(named, list) or not all(isinstance(entry, dict) and isinstance(entry.get("name"), str)
+                                              and isinstance(entry.get("template"), str) for entry in named):
+        raise config.refuse("chat_template", "text, or a list of objects with name and template, is expected; correct it")
+    return {entry["name"]: ChatTemplate(entry["template"], f"{config.file} chat_template") for entry in named}

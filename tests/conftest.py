@@ -83,3 +83,24 @@ class Checkpoints:
             tiny_draft.fit(path, target)
             return path
         return self.once("fitted", {**options, "target": target}, build)
+
+
+@pytest.fixture
+def target(checkpoints):
+    return checkpoints.target()
+
+
+@pytest.fixture
+def draft(target, checkpoints):
+    """A fitted draft: Llama attention, 384 of 512 ids, the target's embedding, a head of its own."""
+    return checkpoints.fitted(target, **tiny_draft.DIALECTS["safeailab"])
+
+
+@pytest.fixture
+def truth(target):
+    """PROMPT and what plain greedy decoding adds to it."""
+    from minispec import Engine
+
+    from .mutants import PROMPT, greedy
+    with Engine(target, "none") as engine:
+        return PROMPT + engine.generate(PROMPT, greedy(80)).ids

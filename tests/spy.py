@@ -11,8 +11,8 @@ from minispec import draft as drafts
 def draft_calls(engine):
     """Yields a list that fills with one entry a forward of the draft layer, for batches of one.
 
-    kind: "extend" (rows from the target) or "guess" (recycled rows), with tokens, positions, words, length; normed [rows, h] where the
-    layer's second half ran: for the last row of an extension, for every row of a guess.
+    kind: "extend" (rows of the target) or "guess" (recycled), with tokens, positions, words, length; normed [rows, h] where
+    the layer's second half ran: for the last row of an extension, for every row of a guess.
     """
     draft, calls = engine.draft, []
     project, attend, extend = draft.project, draft.attend, draft.extend
@@ -86,6 +86,11 @@ def draft_kv(engine, request, length):
     size = engine.pages.page_size
     slots = torch.tensor([request.pages[i // size] * size + i % size for i in range(length)])
     return engine.speculator.draft_cache[slots].clone()
+
+
+def first_proposal(engine, calls):
+    """The logits [Vd] of the first proposal among `calls`."""
+    return head_logits(engine, next(call.normed for call in calls if call.normed is not None))[0]
 
 
 def head_logits(engine, normed):

@@ -1,4 +1,5 @@
 """What is installed: the wheel holds the package, its two folders inside it, and the default pair with its attribution."""
+import re
 import subprocess
 import sys
 import zipfile
@@ -52,3 +53,14 @@ def test_readme_has_the_two_lines_that_ci_runs():
     lines = [line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if line.startswith("pip install ")]
     assert len(lines) == 2
     assert 'minispec generate --prompt "def fibonacci(n):"' in lines[0] and "[test]" in lines[1] and "pytest" in lines[1]
+
+
+def test_readme_tree_names_every_file():
+    tree = (ROOT / "README.md").read_text("utf-8").partition("## Files")[2]
+    named = set(re.findall(r"\w+", tree))
+    files = [path.stem for folder in ("minispec", "kernels", "weights") for path in (ROOT / folder).glob("[!_]*.py")]
+    assert not set(files) - named
+
+
+def test_bench_prompts_are_those_that_are_shipped():
+    assert (ROOT / "bench/prompts.jsonl").read_bytes() == (ROOT / "weights/default/prompts.jsonl").read_bytes()

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from minispec.config import TargetConfig
 from minispec.errors import MinispecError
-from minispec.weights.account import account, rename
 from minispec.weights.checkpoint import Checkpoint, Info, read_header
-from minispec.weights.load import fill, load_target, open_target
+from minispec.weights.load import account, fill, load_target, open_target, rename
 from minispec.weights.names import strip_target, target_table
 
 from . import tiny

@@ -1,10 +1,10 @@
 """The tensors of a checkpoint folder: every header is checked before any library reads the file. Nothing is executed."""
-
 import json
 import math
 import os
 import pickle
 import struct
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from minispec.errors import MinispecError
 from minispec.fields import read_json, short
 
-_WIDTH = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-          "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+_DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "I8": torch.int8,
+           "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
+           "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _MAX_HEADER = 100_000_000            # the safetensors library refuses longer ones
 _AGAIN = "download the file again"
 
@@ -22,81 +23,49 @@ _AGAIN = "download the file again"
 @dataclass(frozen=True)
 class Info:
     """Where a tensor lies and what it is, from the header alone. dtype in safetensors' spelling."""
-
     file: str
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * _WIDTH[self.dtype]
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
 @dataclass
 class Checkpoint:
     """`tensors`: name -> Info over all shards. `read` gives one tensor; files stay open until `close`."""
-
     folder: str
     tensors: dict[str, Info]
     notes: list[str] = field(default_factory=list)
     _files: dict = field(default_factory=dict, repr=False)
-    _loaded: dict | None = field(default=None, repr=False)
+    _loaded: dict = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, folder: str, *, pickled: bool = False) -> "Checkpoint":
         """Single file or sharded index. pickled: also `pytorch_model.bin`, through torch's weights-only loading."""
         if not os.path.isdir(folder):
             raise MinispecError(f"{folder}: no such folder; give the folder of a checkpoint")
-        single, index = (os.path.join(folder, "model.safetensors" + end) for end in ("", ".index.json"))
+        single, index, binary = (os.path.join(folder, name) for name in
+                                 ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"))
         if os.path.exists(index):
-            return cls._sharded(folder, index, single)
+            return cls(folder, _read_shards(folder, index, single))
         if os.path.exists(single):
             return cls(folder, read_header(single))
-        binary = os.path.join(folder, "pytorch_model.bin")
         if pickled and os.path.exists(binary):
-            loaded = _read_pickle(binary)
-            names = {str(dtype): name for name, dtype in _TORCH.items()}
-            tensors = {k: Info(binary, names[str(v.dtype)], tuple(v.shape)) for k, v in loaded.items()}
+            loaded, names = _read_pickle(binary), {dtype: name for name, dtype in _DTYPES.items()}
+            tensors = {k: Info(binary, names[v.dtype], tuple(v.shape)) for k, v in loaded.items()}
             return cls(folder, tensors, [f"{binary}: pickle, read through torch's weights-only loading"], _loaded=loaded)
         raise MinispecError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json (found: "
                             f"{short(sorted(os.listdir(folder)))}); download the weights, or convert them to safetensors")
 
-    @classmethod
-    def _sharded(cls, folder: str, index: str, single: str) -> "Checkpoint":
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise MinispecError(f"{index}: weight_map is {short(places)}: an object of tensor names and files is expected; "
-                                f"{_AGAIN}")
-        for name, shard in places.items():
-            if not name.isprintable() or not _beside(shard):
-                raise MinispecError(f"{index}: {short(name)} lies in {short(shard)}: a .safetensors file beside the index is "
-                                    f"expected; {_AGAIN}")
-        shards = sorted(set(places.values()))
-        if os.path.exists(single) and os.path.basename(single) not in shards:
-            raise MinispecError(f"{single}: lies beside {os.path.basename(index)}, which does not name it; remove the stale one "
-                                "of the two")
-        for shard in shards:
-            if not os.path.exists(os.path.join(folder, shard)):
-                raise MinispecError(f"{os.path.join(folder, shard)}: shard named by {os.path.basename(index)} is missing; download it")
-        tensors: dict[str, Info] = {}
-        for shard in shards:
-            path = os.path.join(folder, shard)
-            for name, info in read_header(path).items():
-                if name in tensors:
-                    raise MinispecError(f"{path}: tensor {name} is also in {tensors[name].file}; remove one of the two")
-                if places.get(name) != shard:
-                    raise MinispecError(f"{path}: tensor {name} is here, but {os.path.basename(index)} "
-                                        f"{'puts it in ' + places[name] if name in places else 'does not name it'}; {_AGAIN}")
-                tensors[name] = info
-        for name, shard in places.items():
-            if name not in tensors:
-                raise MinispecError(f"{os.path.join(folder, shard)}: tensor {name}, which {os.path.basename(index)} puts here, "
-                                    f"is missing; {_AGAIN}")
-        return cls(folder, tensors)
+    def refuse(self, name: str, what: str) -> MinispecError:
+        """The error for a tensor: `raise checkpoint.refuse("fc.weight", "has ...; use ...")`."""
+        return MinispecError(f"{self.tensors[name].file}: tensor {name} {what}")
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor as stored, on the CPU."""
-        if self._loaded is not None:
+        if name in self._loaded:
             return self._loaded[name]
         path = self.tensors[name].file
         try:
@@ -104,62 +73,77 @@ class Checkpoint:
                 self._files[path] = safe_open(path, framework="pt")
             return self._files[path].get_slice(name)[...]
         except (SafetensorError, OSError) as error:
-            raise MinispecError(f"{path}: tensor {name} cannot be read ({error}); {_AGAIN}") from None
+            raise self.refuse(name, f"cannot be read ({error}); {_AGAIN}") from None
 
     def close(self) -> None:
         self._files.clear()
-        self._loaded = None
+        self._loaded.clear()
 
 
-_TORCH = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
-          "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
-          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+def _read_shards(folder: str, index: str, single: str) -> dict[str, Info]:
+    """The headers of all shards, each tensor in the one that the index names."""
+    places, base = read_json(index).get("weight_map"), os.path.basename(index)
+    if not isinstance(places, dict) or not places:
+        raise MinispecError(f"{index}: weight_map is {short(places)}: an object of tensor names and files is expected; {_AGAIN}")
+    for name, shard in places.items():
+        beside = isinstance(shard, str) and shard.isprintable() and os.path.basename(shard) == shard
+        if not name.isprintable() or not beside or not shard.endswith(".safetensors"):
+            raise MinispecError(f"{index}: {short(name)} in {short(shard)}: a .safetensors file beside it is expected; {_AGAIN}")
+    shards, tensors = sorted(set(places.values())), {}
+    if os.path.exists(single) and os.path.basename(single) not in shards:
+        raise MinispecError(f"{single}: lies beside {base}, which does not name it; remove the stale one of the two")
+    for shard in shards:
+        if not os.path.exists(os.path.join(folder, shard)):
+            raise MinispecError(f"{os.path.join(folder, shard)}: shard named by {base} is missing; download it")
+    for shard in shards:
+        path = os.path.join(folder, shard)
+        for name, info in read_header(path).items():
+            if places.get(name) != shard:
+                said = f"puts it in {places[name]}" if name in places else "does not name it"
+                raise MinispecError(f"{path}: tensor {name} is here, but {base} {said}; {_AGAIN}")
+            tensors[name] = info
+    for name, shard in places.items():
+        if name not in tensors:
+            raise MinispecError(f"{os.path.join(folder, shard)}: tensor {name}, which {base} puts here, is missing; {_AGAIN}")
+    return tensors
 
 
 def read_header(path: str) -> dict[str, Info]:
     """Name -> Info of one safetensors file, after checking length, JSON, dtypes, shapes and that the data tile the file."""
-    def refuse(what: str) -> MinispecError:
-        return MinispecError(f"{path}: {what}; {_AGAIN}")
+    def refuse(what: str, way: str = _AGAIN) -> MinispecError:
+        return MinispecError(f"{path}: {what}; {way}")
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            head = file.read(8)
+            size, head = os.fstat(file.fileno()).st_size, file.read(8)
             if len(head) < 8:
                 raise refuse(f"{size} bytes are too few for a safetensors file")
-            length = struct.unpack("<Q", head)[0]
+            length, = struct.unpack("<Q", head)
             if length > min(size - 8, _MAX_HEADER):
                 raise refuse(f"header length {length} does not fit the file of {size} bytes (truncated, or not safetensors)")
             raw = file.read(length)
     except OSError as error:
-        raise MinispecError(f"{path}: cannot be read ({error.strerror}); check the file and its permissions") from None
+        raise refuse(f"cannot be read ({error.strerror})", "check the file and its permissions") from None
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise refuse(f"header is not valid JSON ({short(str(error))})") from None
     if not isinstance(header, dict) or not raw.startswith(b"{"):
         raise refuse("header is not a JSON object")
-    metadata = header.pop("__metadata__", None) or {}
+    metadata, spans, tensors, at = header.pop("__metadata__", None) or {}, [], {}, 0
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise refuse("__metadata__ does not map strings to strings")
-    spans, tensors = [], {}
     for name, entry in header.items():
         if not name.isprintable():
             raise refuse(f"tensor name {short(name)} is not printable")
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise refuse(f"tensor {short(name)}: dtype, shape and data_offsets are expected, found {short(entry)}")
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in _WIDTH:
-            raise MinispecError(f"{path}: tensor {short(name)} has dtype {short(dtype)}, which is not supported; convert it to "
-                                f"one of {', '.join(_WIDTH)}")
-        if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
-            raise refuse(f"tensor {short(name)}: shape {short(shape)} or data_offsets {short(offsets)} are not lists of sizes")
-        tensors[name] = Info(path, dtype, tuple(shape))
-        start, end = offsets
+        dtype, shape, offsets = map(entry.get, ("dtype", "shape", "data_offsets")) if isinstance(entry, dict) else (None,) * 3
+        if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or len(entry) != 3:
+            raise refuse(f"tensor {short(name)} is {short(entry)}: dtype, shape and data_offsets (lists of sizes) are expected")
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise refuse(f"tensor {short(name)} has dtype {short(dtype)}", f"convert it to one of {', '.join(_DTYPES)}")
+        tensors[name], (start, end) = Info(path, dtype, tuple(shape)), offsets
         if end - start != tensors[name].bytes:
-            raise refuse(f"tensor {short(name)}: {dtype} {shape} takes {tensors[name].bytes} bytes, but data_offsets {offsets} "
-                         f"give {end - start}")
+            raise refuse(f"tensor {short(name)}: {dtype} {shape} is {tensors[name].bytes} bytes, data_offsets say {end - start}")
         spans.append((start, end, name))
-    at = 0
     for start, end, name in sorted(spans):
         if start != at:
             raise refuse(f"tensor {short(name)}: data start at {start} where {at} is expected (overlap or hole)")
@@ -169,22 +153,15 @@ def read_header(path: str) -> dict[str, Info]:
     return tensors
 
 
-def _beside(shard) -> bool:
-    """Whether a shard's name is that of a safetensors file in the index' own folder."""
-    return (isinstance(shard, str) and shard.isprintable() and os.path.basename(shard) == shard
-            and shard.endswith(".safetensors"))
-
-
 def _sizes(value) -> bool:
     return isinstance(value, list) and len(value) <= 8 and all(type(n) is int and 0 <= n < 2**48 for n in value)
 
 
 def _unique(pairs: list) -> dict:
-    names = dict(pairs)
-    if len(names) != len(pairs):
-        seen: set = set()
-        raise ValueError(f"key {next(k for k, _ in pairs if k in seen or seen.add(k))!r} appears twice")
-    return names
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} appears twice")
+    return values
 
 
 def _read_pickle(path: str) -> dict[str, torch.Tensor]:
@@ -194,10 +171,10 @@ def _read_pickle(path: str) -> dict[str, torch.Tensor]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError,
             AssertionError, struct.error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise MinispecError(f"{path}: torch's weights-only loading refuses it ({short(reason)}); convert it to "
-                            "model.safetensors where you trust it") from None
-    if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, torch.Tensor) and v.layout == torch.strided
-                                               and v.dtype in _TORCH.values() and v.device.type == "cpu"
-                                               for k, v in loaded.items()):
+        raise MinispecError(f"{path}: torch's weights-only loading refuses it ({short(reason)}); convert it to model.safetensors "
+                            "where you trust it") from None
+    if not isinstance(loaded, dict) or not all(
+            isinstance(k, str) and isinstance(v, torch.Tensor) and v.layout == torch.strided and v.dtype in _DTYPES.values()
+            and v.device.type == "cpu" for k, v in loaded.items()):
         raise MinispecError(f"{path}: holds more than named plain tensors; save the state dict alone, as model.safetensors")
     return loaded

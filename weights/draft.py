@@ -1,41 +1,27 @@
 """Opening a draft: its dialect becomes one DraftConfig, one set of parameters and one table of ids, each reading stated."""
-
 from dataclasses import dataclass
 from typing import Callable
 
 import torch
 
 from minispec.config import LATENT_EPS, DraftConfig, Quantization, TargetConfig, widths
-from minispec.errors import MinispecError
-from minispec.fields import Fields
-from minispec.weights.capture import resolve_capture
-from minispec.weights.account import Plan, Report, account, rename
+from minispec.fields import Fields, refuse_first
 from minispec.weights.checkpoint import Checkpoint
-from minispec.weights.dialect import attention, checked_overrides, layer_fields, matrix, norm_flags, refuse_layouts
-from minispec.weights.load import fill
-from minispec.weights.names import draft_table, skip_draft, strip_draft
-from minispec.weights.vocabulary import read_map
+from minispec.weights.dialect import Source, attention, check_overrides, layer_fields, norm_flags, refuse_layouts
+from minispec.weights.load import Plan, Report, account, fill, rename
+from minispec.weights.names import DRAFT_SKIPS, draft_table, skip, strip_draft
+from minispec.weights.resolve import read_map, resolve_capture
+
 
 @dataclass
-class DraftPlan:
-    """A draft whose account is complete and whose weights are not read yet.
+class DraftPlan(Plan):
+    """`own`: which of "embed" and "head" the file has; the others are the target's.
 
-    `shapes`: parameters to allocate. `own`: which of "embed" and "head" the file has; the others are the target's.
     `d2t`: int64 [draft_vocab_size] target ids, on the CPU, or None when the draft has the full vocabulary.
     """
-
     config: DraftConfig
-    plan: Plan
     own: frozenset[str]
     d2t: torch.Tensor | None
-
-    @property
-    def report(self) -> Report:
-        return self.plan.report
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.plan.shapes
 
 
 def open_draft(folder: str, target: TargetConfig, *, capture=None, capture_convention: str | None = None, d2t: str = "offset",
@@ -45,93 +31,69 @@ def open_draft(folder: str, target: TargetConfig, *, capture=None, capture_conve
     capture, capture_convention, d2t: the caller's reading, which wins over the file's. overrides: norm_before_residual,
     norm_before_fc, fc_norm, norm_output (bool) or rope_theta (float), in place of what the config says.
     """
-    fields = Fields.read(folder)
-    layer = layer_fields(fields)
-    checkpoint = Checkpoint.open(folder, pickled=True)
+    fields, overrides = Fields.read(folder), overrides or {}
+    layer, checkpoint, lines = layer_fields(fields), Checkpoint.open(folder, pickled=True), []
     names = rename(checkpoint, strip_draft)
-    lines = refuse_layouts(fields, checkpoint, names)
-    overrides = checked_overrides(overrides or {}, lines)
+    s = Source(fields, layer, checkpoint, names, lines)
+    refuse_layouts(s)
+    check_overrides(overrides, lines)
     c = widths(layer)
-    if c.pop("num_hidden_layers") != 1:
-        raise layer.refuse("num_hidden_layers", "drafts of one layer are supported; use one of those")
-    if not layer.has("rms_norm_eps"):
-        lines.append(f"rms_norm_eps is missing, read as {c['rms_norm_eps']:g} (the default of transformers)")
-    c["target_hidden_size"] = fields.integer("target_hidden_size", target.hidden_size)
-    if c["target_hidden_size"] != target.hidden_size:
-        raise fields.refuse("target_hidden_size", f"the target's hidden size is {target.hidden_size}; use the draft of this "
-                                                  "target")
-    if c["vocab_size"] != target.vocab_size:
-        raise layer.refuse("vocab_size", f"{c['vocab_size']} ids do not fit the target's {target.vocab_size}; use the draft of "
-                                         "this target")
-    c["draft_vocab_size"] = fields.integer("draft_vocab_size", None)
-    if c["draft_vocab_size"] is None:
-        c["draft_vocab_size"] = c["vocab_size"]
-        lines.append(f"draft_vocab_size is missing, read as vocab_size ({c['vocab_size']})")
-    c |= attention(layer, checkpoint, names, lines, latent_norm_eps, overrides)
-    c |= norm_flags(fields, names, checkpoint, overrides, lines)
-    width = matrix(checkpoint, names, "fc.weight")[1]
-    c["capture"], c["capture_reason"] = resolve_capture(fields, target.num_hidden_layers, width, target.hidden_size, capture,
-                                                        capture_convention)
+    c |= {"target_hidden_size": fields.integer("target_hidden_size", target.hidden_size),
+          "draft_vocab_size": fields.integer("draft_vocab_size", c["vocab_size"])}
+    for place, name, wanted in ((layer, "num_hidden_layers", 1), (fields, "target_hidden_size", target.hidden_size),
+                                (layer, "vocab_size", target.vocab_size)):
+        if c[name] != wanted:
+            raise place.refuse(name, f"{c[name]} does not fit, {wanted} is needed; use a one-layer draft of this target")
+    for place, name, what in ((layer, "rms_norm_eps", "the default of transformers"), (fields, "draft_vocab_size", "vocab_size")):
+        if not place.has(name):
+            lines.append(f"{name} is missing, read as {c[name]} ({what})")
+    del c["num_hidden_layers"]
+    c |= attention(s, c["rms_norm_eps"], latent_norm_eps, overrides) | norm_flags(s, overrides)
+    c["capture"], c["capture_reason"] = resolve_capture(fields, target.num_hidden_layers, s.matrix("fc")[1], target.hidden_size,
+                                                        capture, capture_convention)
     config = DraftConfig(**c)
     ids, map_lines = read_map(checkpoint, names.get("d2t"), names.get("t2d"), config.vocab_size, config.draft_vocab_size, d2t)
-    own, tied = _provenance(layer, target, config, names, lines)
-    others = {file: f"skipped: {why}" for name, file in names.items() if (why := skip_draft(name))}
-    mapped = "consumed by d2t" if ids is not None else "skipped: the full vocabulary needs no map"
-    others |= {names[name]: mapped if (name == "d2t") != (d2t == "from-t2d") else "skipped: checked, not needed to run"
-               for name in ("d2t", "t2d") if name in names}
+    own, tied = _provenance(s, target, config)
+    used, other = ("t2d", "d2t") if d2t == "from-t2d" else ("d2t", "t2d")
+    others = skip(names, DRAFT_SKIPS) | {names[name]: why for name, why in (
+        (used, "consumed by d2t" if ids is not None else "skipped: the full vocabulary needs no map"),
+        (other, "skipped: checked, not needed to run")) if name in names}
     section = fields.section("quantization_config")
-    lines = [config.capture_reason, *map_lines, str(config.rope), *lines]
-    table = draft_table(config, set(names), own, tied)
-    plan = account(checkpoint, table, names, others, Quantization.read(section) if section else None, notes=lines)
-    return DraftPlan(config, plan, own, ids)
+    plan = account(checkpoint, draft_table(config, set(names), own, tied), names, others, section and Quantization.read(section),
+                   notes=(config.capture_reason, *map_lines, str(config.rope), *lines))
+    return DraftPlan(**vars(plan), config=config, own=own, d2t=ids)
 
 
 def load_draft(plan: DraftPlan, parameters: dict[str, torch.Tensor],
                progress: Callable[[int, int], None] | None = None) -> Report:
     """Fill `parameters` (names and shapes of plan.shapes) in place; warn where rows of the head repeat."""
-    report = fill(plan.plan, parameters, progress)
-    if "head" in plan.own:
-        repeated = _repeated_rows(parameters["head"])
-        if repeated:
-            report.lines.append(f"WARNING: {repeated} rows of the draft's head repeat others, as a wrongly pruned vocabulary "
-                                "does")
+    report = fill(plan, parameters, progress)
+    repeated = _repeated_rows(parameters["head"]) if "head" in plan.own else 0
+    if repeated:
+        report.lines.append(f"WARNING: {repeated} rows of the draft's head repeat others, as a wrongly pruned vocabulary does")
     return report
 
 
-def _provenance(layer: Fields, target: TargetConfig, c: DraftConfig, names: dict[str, str],
-                lines: list[str]) -> tuple[frozenset[str], bool]:
+def _provenance(s: Source, target: TargetConfig, c: DraftConfig) -> tuple[frozenset[str], bool]:
     """Which of embedding and head are the draft's own, and whether its head is its embedding."""
-    present = {"embed": _present(names, "embed_tokens.weight"), "head": _present(names, "lm_head.weight")}
-    same_width = c.hidden_size == target.hidden_size
-    tied = layer.flag("tie_word_embeddings", False)
-    if tied and present["head"]:
-        raise layer.refuse("tie_word_embeddings", f"but the file has {names[present['head']]}, a head of its own; set it to "
-                                                  "false")
-    if tied and not present["embed"]:
-        raise layer.refuse("tie_word_embeddings", "but the file has no embedding to tie the head to; set it to false to borrow "
-                                                  "the target's head")
-    if tied and c.draft_vocab_size != c.vocab_size:
-        raise layer.refuse("tie_word_embeddings", f"but the embedding's {c.vocab_size} rows cannot serve {c.draft_vocab_size} "
-                                                  "draft ids; set it to false and supply lm_head.weight")
-    if not present["embed"] and not same_width:
-        raise MinispecError(f"{layer.file}: embed_tokens.weight is missing, and the target's embedding, {target.hidden_size} "
-                            f"wide, does not fit hidden_size {c.hidden_size}; use the draft's complete weights")
-    if not present["head"] and not tied:
-        if c.draft_vocab_size != c.vocab_size:
-            raise MinispecError(f"{layer.file}: lm_head.weight is missing, and the target's head of {c.vocab_size} rows cannot "
-                                f"serve draft_vocab_size {c.draft_vocab_size}; use the draft's complete weights")
-        if not same_width:
-            raise MinispecError(f"{layer.file}: lm_head.weight is missing, and the target's head, {target.hidden_size} wide, "
-                                f"does not fit hidden_size {c.hidden_size}; use the draft's complete weights")
-    for part, file in present.items():
-        lines.append(f"{part}: " + ("own" if file else "the draft's embedding "
-                                                       "(tie_word_embeddings)" if part == "head" and tied else
-                                    "borrowed from the target because absent"))
-    return frozenset(part for part in present if present[part] or part == "head" and tied), tied
-
-
-def _present(names: dict[str, str], name: str) -> str | None:
-    return next((name + end for end in ("", "_packed") if name + end in names), None)
+    embed, head, tied = s.stored("embed_tokens"), s.stored("lm_head"), s.layer.flag("tie_word_embeddings", False)
+    whole, same_width = c.draft_vocab_size == c.vocab_size, c.hidden_size == target.hidden_size
+    narrow = f"{target.hidden_size} wide, does not fit hidden_size {c.hidden_size}; use the draft's complete weights"
+    refuse_first(
+        f"{s.layer.file}:",
+        (tied and head, f"tie_word_embeddings is true, but the file has {head}, a head of its own; set it to false"),
+        (tied and not embed, "tie_word_embeddings is true, but the file has no embedding to tie the head to; set it to false to "
+                             "borrow the target's head"),
+        (tied and not whole, f"tie_word_embeddings is true, but the embedding's {c.vocab_size} rows cannot serve "
+                             f"{c.draft_vocab_size} draft ids; set it to false and supply lm_head.weight"),
+        (not embed and not same_width, f"embed_tokens.weight is missing, and the target's embedding, {narrow}"),
+        (not head and not tied and not whole, f"lm_head.weight is missing, and the target's head of {c.vocab_size} rows cannot "
+                                              f"serve draft_vocab_size {c.draft_vocab_size}; use the draft's complete weights"),
+        (not head and not tied and not same_width, f"lm_head.weight is missing, and the target's head, {narrow}"))
+    borrowed = "borrowed from the target because absent"
+    s.lines.append("embed: " + ("own" if embed else borrowed))
+    s.lines.append("head: " + ("own" if head else "the draft's embedding (tie_word_embeddings)" if tied else borrowed))
+    return frozenset(part for part, there in (("embed", embed), ("head", head or tied)) if there), tied
 
 
 def _repeated_rows(head: torch.Tensor, chunk: int = 4096) -> int:

@@ -1,5 +1,4 @@
 """Stored forms of a Linear weight and the fp32 matrix that each of them means (facts: target.md 2b and 2c)."""
-
 import torch
 
 
@@ -14,16 +13,6 @@ def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, group: int = 32) -> t
     quants = ((packed.unsqueeze(-1) >> shifts) & 15) - 8                       # [out, in / 8, 8]
     groups = quants.view(out, words * 8 // group, group).to(torch.float32)
     return (groups * scale.to(torch.float32).unsqueeze(-1)).view(out, words * 8)
-
-
-def pack_int4(weight: torch.Tensor, scale: torch.Tensor, group: int = 32) -> torch.Tensor:
-    """int32 [out, in / 8]: each weight as the nearest of the 16 multiples of its group's scale; `unpack_int4` inverts it."""
-    out, columns = weight.shape
-    groups = weight.to(torch.float32).view(out, columns // group, group)
-    quants = torch.round(groups / scale.to(torch.float32).unsqueeze(-1)).clamp(-8, 7).to(torch.int64) + 8
-    shifts = torch.arange(0, 32, 4, device=weight.device)
-    words = (quants.view(out, columns // 8, 8) << shifts).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
