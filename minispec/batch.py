@@ -1,9 +1,8 @@
 """The tensors of one forward. Everything here is dense [B, R]: R rows for each of B requests; rows that are not valid write to slot 0."""
 from dataclasses import dataclass
-from typing import Any
-
 import torch
 
+from minispec.kernels.choose import Sampling
 from minispec.kernels.tree_attention import View
 
 
@@ -32,7 +31,7 @@ class Batch:
     seats: torch.Tensor
     longest: int
     unread: int
-    sampling: Any
+    sampling: Sampling | None
 
     def slots(self, index, valid=None):
         """Cache index of a request [B, R] -> slot; where not valid the dump slot 0."""
@@ -43,3 +42,30 @@ class Batch:
         """Rows that write at cache `index`, see `prefix` entries and the ancestors in `words` (bit j = entry length + j)."""
         view = View(self.table, self.page_size, prefix, self.length, words, extent)
         return Rows(tokens, positions, self.slots(index, valid), view)
+
+
+class Assembler:
+    """Makes the Batch of a step from its requests; the page table and the sampling tensors are kept while the requests stay the same."""
+
+    def __init__(self, page_size, max_length, vocab, device):
+        self.page_size, self.max_length, self.vocab, self.device = page_size, max_length, vocab, device
+        self.kept = None, None, None
+
+    def __call__(self, requests):
+        """requests: minispec.request.Request, all of them, in order."""
+        counts = any((r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0) for r in requests)
+        if self.kept[0] != requests or counts:      # penalties look at the output, which grows
+            sampling = Sampling.build([r.params for r in requests], [r.prompt_ids for r in requests], [r.ids[:-1] for r in requests],
+                                      self.vocab, self.device)
+            width = max(len(r.pages) for r in requests)
+            self.kept = list(requests), self.tensor([r.pages + [0] * (width - len(r.pages)) for r in requests]), sampling
+        return self.batch(self.kept[1], [r.length for r in requests], [r.ids[-1] if r.ids else 0 for r in requests],
+                          [r.slot for r in requests], [r.length - r.draft_length for r in requests], self.kept[2])
+
+    def batch(self, table, length, pending, seats, unread, sampling):
+        """The lists hold one int a request."""
+        state = self.tensor([length, pending, [self.max_length - 1 - n for n in length], seats])
+        return Batch(table, self.page_size, *state, max(length), max(unread), sampling)
+
+    def tensor(self, values):
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

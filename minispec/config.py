@@ -82,7 +82,7 @@ class TargetConfig(_Widths):
         top = Fields.read(folder)
         fields, prefix, notes = _unwrap(top)
         c = widths(fields)
-        fields.only("num_key_value_heads", (c["num_attention_heads"],), "latent attention has as many key heads as heads")
+        fields.only("num_key_value_heads", (c["num_attention_heads"],), "latent attention has num_attention_heads of them")
         if "q_lora_rank" not in fields.values:
             raise fields.refuse("q_lora_rank", "an integer or null is needed; take the config.json of the weights")
         c |= latent_widths(fields) | _routing(fields)
@@ -150,7 +150,7 @@ def _unwrap(top: Fields) -> tuple[Fields, str, list[str]]:
 def widths(fields: Fields) -> dict:
     """The sizes that a target and a draft share, after refusing fields that would change the forward."""
     for name, allowed in _FIXED.items():
-        fields.only(name, allowed, "use a checkpoint without biases, windows and sparse attention")
+        fields.only(name, allowed, "other activations, biases, windows and sparse attention are not: use another checkpoint")
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     return {name: fields.integer(name) for name in names} | {"rms_norm_eps": fields.number("rms_norm_eps", LATENT_EPS)}
 

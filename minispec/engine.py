@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 
-from minispec.batch import Batch
+from minispec.batch import Assembler
 from minispec.cache import Cache
 from minispec.config import TargetConfig
 from minispec.device import available, plan, resolve_device, resolve_dtype, size, weight_bytes
 from minispec.draft import Draft, kv_shape
 from minispec.errors import MinispecError
 from minispec.hidden import HiddenBuffer
-from minispec.kernels.choose import Sampling
 from minispec.pages import Pages
 from minispec.params import SamplingParams
 from minispec.request import Request
@@ -71,7 +70,7 @@ class Engine:
             shape = Shape(0, topk)
         else:
             found = open_draft(Path(draft or default / "draft"), config, capture=capture, capture_convention=capture_convention,
-                               d2t=d2t or "offset", overrides=overrides)
+                               d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
             self.capture = found.config.capture
         self.draft_config, self.shape, self.chunk, self.max_batch = found and found.config, shape, chunk, max_batch
         self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}"]
@@ -108,7 +107,8 @@ class Engine:
         target_cache = Cache(config.num_hidden_layers, slots, 1, latent, self.dtype, self.device)
         self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, draft_cache, self.hidden, shape, self.capture)
         self.scheduler = Scheduler(self.pages, self.max_batch, self.chunk, shape.scratch)
-        self._batch, self._inbox, self.closed = (None, None, None), {}, False
+        self.assemble = Assembler(page_size, self.max_length, config.vocab_size, self.device)
+        self._inbox, self.closed = {}, False
         self.report.append(f"max_length {self.max_length} ({reason}); caches hold {slots - page_size} tokens, {token} bytes each, "
                            f"{size(slots * token)}; weights {size(weights)}")
 
@@ -121,7 +121,7 @@ class Engine:
         engine = copy(self)
         engine.shape, engine.draft = Shape(0), None
         engine.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, engine.shape, ())
-        engine.scheduler, engine._batch, engine._inbox = Scheduler(self.pages, self.max_batch, self.chunk, engine.shape.scratch), (None,) * 3, {}
+        engine.scheduler, engine.assemble, engine._inbox = Scheduler(self.pages, self.max_batch, self.chunk, 1), copy(self.assemble), {}
         return engine
 
     def generate(self, prompts, params=None):
@@ -149,8 +149,8 @@ class Engine:
         pages, parts = self.pages.take(count), []
         try:
             for at in range(0, len(ids), self.chunk):
-                batch = self._make([pages], [at], [0], [0], [0], None)
-                hidden, states = self.speculator.forward(batch, self._tensor([ids[at:at + self.chunk]]), self.capture)
+                batch = self.assemble.batch(self.assemble.tensor([pages]), [at], [0], [0], [0], None)
+                hidden, states = self.speculator.forward(batch, self.assemble.tensor([ids[at:at + self.chunk]]), self.capture)
                 parts.append((self.target.logits(hidden[0]), states[0]))
         finally:
             self.pages.give(pages)
@@ -232,13 +232,13 @@ class Engine:
         if kind == "prefill":
             request, start, stop = what
             more = request.prompt_ids[stop] if stop < len(request.prompt_ids) else None
-            batch = self._assemble([request])
-            path = self.speculator.prefill(batch, self._tensor([request.prompt_ids[start:stop]]), more)
+            batch = self.assemble([request])
+            path = self.speculator.prefill(batch, self.assemble.tensor([request.prompt_ids[start:stop]]), more)
             request.length, request.draft_length = stop, stop - (more is None)
             done = [request] if path else []
         else:
             done = what[0]
-            path = self.speculator.round(self._assemble(done))
+            path = self.speculator.round(self.assemble(done))
             for request in done:
                 request.draft_length = request.length
         if not done:
@@ -252,25 +252,6 @@ class Engine:
             self._inbox[id(request)].append(request.take(tokens[:count], logs and logs[:count]))
             if request.finish_reason:
                 self.scheduler.finish(request)
-
-    def _assemble(self, requests):
-        """The Batch of this step. What stays the same while its requests do is kept between rounds."""
-        penal = any((r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0) for r in requests)
-        if self._batch[0] != requests or penal:
-            sampling = Sampling.build([r.params for r in requests], [r.prompt_ids for r in requests], [r.ids[:-1] for r in requests],
-                                      self.target_config.vocab_size, self.device)
-            width = max(len(r.pages) for r in requests)
-            table = self._tensor([r.pages + [0] * (width - len(r.pages)) for r in requests])
-            self._batch = list(requests), table, sampling
-        return self._make(self._batch[1], [r.length for r in requests], [r.ids[-1] if r.ids else 0 for r in requests],
-                          [r.slot for r in requests], [r.length - r.draft_length for r in requests], self._batch[2])
-
-    def _make(self, table, length, pending, seats, unread, sampling):
-        state = self._tensor([length, pending, [self.max_length - 1 - n for n in length], seats])
-        return Batch(self._tensor(table) if isinstance(table, list) else table, self.pages.page_size, *state, max(length), max(unread), sampling)
-
-    def _tensor(self, values):
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
 def _capture(capture, config):

@@ -94,4 +94,4 @@ class Fields:
     def only(self, name: str, allowed: tuple, way: str) -> None:
         """Refuse a field that is present with a value other than those the engine implements."""
         if self.has(name) and not any(self.values[name] == value and type(self.values[name]) is type(value) for value in allowed):
-            raise self.refuse(name, f"only {' or '.join(map(repr, allowed)) or 'its absence'} is supported; {way}")
+            raise self.refuse(name, f"{'only ' if allowed else ''}{' or '.join(map(repr, allowed)) or 'not'} supported; {way}")

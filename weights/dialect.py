@@ -41,7 +41,7 @@ class Source:
         """Rows and inputs of a matrix that an EAGLE-3 head must have, as stored or packed eight to a word."""
         file = self.stored(name)
         if file is None:
-            raise MinispecError(f"{self.checkpoint.folder}: tensor {name}.weight is missing, which every EAGLE-3 head has; give an "
+            raise MinispecError(f"{self.checkpoint.folder}: tensor {name}.weight is missing, as in no EAGLE-3 head; give an "
                                 f"EAGLE-3 draft with its complete weights (found: {short(sorted(self.names))})")
         shape = self.checkpoint.tensors[file].shape
         if len(shape) != 2 or 0 in shape:
@@ -66,7 +66,7 @@ def refuse_layouts(s: Source) -> None:
     eagle = s.fields.section("eagle_config") or Fields({}, s.fields.file)
     for place in (eagle, s.fields):
         for name, allowed in _LAYOUT.items():
-            place.only(name, allowed, "heads of another layout are not computed here: use another draft")
+            place.only(name, allowed, "other layouts of a head are not: use another draft")
     for name, file in s.names.items():
         parallel = name == "mask_hidden" or name.startswith("parallel_draft_heads.")
         if parallel or name.startswith("layers.") and not name.startswith("layers.0."):
@@ -129,8 +129,8 @@ def _heads(s: Source) -> dict:
         s.lines.append(f"head_dim is missing, read as {head_dim} ({rows} rows / {parts} heads)")
     normed = _AT + "q_norm.weight" in s.names
     if layer.path and normed != (layer.get("model_type", "llama") == "qwen3"):
-        raise layer.refuse("model_type", f"but {_AT}q_norm.weight is {'present' if normed else 'missing'}: of speculators' layers "
-                                         "qwen3's alone norm queries and keys; correct the config")
+        raise layer.refuse("model_type", f"but {_AT}q_norm.weight is {'present' if normed else 'missing'}: of speculators' "
+                                         "layers qwen3's alone norm queries and keys; correct the config")
     return {"attention": "llama", "num_key_value_heads": shared, "head_dim": head_dim, "qk_norm": normed}
 
 

@@ -61,7 +61,7 @@ def _listed(fields: Fields, eagle: Fields) -> tuple[str, object]:
     """The field that names the ids, and its value, None when no field does; all that do must agree."""
     found = [place for place in ((fields, _KEY), (eagle, _KEY), (eagle, "layer_ids")) if place[0].has(place[1])]
     named = [(f"{place.path}{key}", place.values[key]) for place, key in found]
-    for (place, key), (_, ids) in zip(found, named):
+    for (place, key), (_, ids) in zip(found[1:], named[1:]):
         if ids != named[0][1]:
             raise place.refuse(key, f"{named[0][0]} in the same file is {named[0][1]}; remove one, or give --capture")
     return (f"{fields.file}: {named[0][0]}", named[0][1]) if named else ("", None)
@@ -102,7 +102,8 @@ def read_map(checkpoint: Checkpoint, d2t: str | None, t2d: str | None, vocab: in
                  (mask is None and reading == "offset" and not table.any(),
                   f"{d2t} is all zero, as an unset table is, and there is no t2d; {_ORIGINAL}"))
     agreed = "agrees with t2d" if mask is not None else "no t2d to check against"
-    lines = [f"draft vocabulary: {draft_vocab} of {vocab} ids, d2t read as {reading}; {agreed}"]
+    how = f"d2t read as {reading}; {agreed}" if other else "in the order of t2d (asked for)"
+    lines = [f"draft vocabulary: {draft_vocab} of {vocab} ids, {how}"]
     if _identity(ids):
         lines.append(f"WARNING: the draft keeps exactly the first {draft_vocab} ids, which looks like a default, not a choice by "
                      "frequency")
