@@ -52,7 +52,7 @@ def moe(x, w13, w2, ids, weights):
     else:
         both, dense = torch.stack([linear(x, w13[e]) for e in active], 1), dense[:, active]
     gate, up = both.chunk(2, -1)
-    inner = (F.silu(gate) * up * dense[..., None]).to(x.dtype)
+    inner = (F.silu(gate) * dense[..., None] * up).to(x.dtype)      # fp32 from the weight on: fp16 could make inf, and inf * 0 is NaN
     if whole:
         return linear(inner.flatten(1), w2.mT.flatten(0, 1).T).float()
     return torch.stack([linear(part, w2[e]) for part, e in zip(inner.unbind(1), active)]).sum(0, dtype=torch.float32)

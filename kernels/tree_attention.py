@@ -64,7 +64,7 @@ def tree_attention(q, cache, view, scale, values):
     """softmax(scale * q k) v with fp32 scores and accumulation.
 
     q [B, R, H, dk]; cache [slots, KV, width], keys its first dk columns, values its columns `values` (a slice; the two may overlap: MLA
-    keeps one latent for both); H is a multiple of KV. Returns [B, R, H, dv] in q's dtype. Every row must see at least one entry.
+    keeps one latent for both); H is a multiple of KV. Returns [B, R, H, dv] in the cache's dtype. Every row must see at least one entry.
     """
     batch, rows, heads, dk = q.shape
     kv_heads = cache.shape[1]

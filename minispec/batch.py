@@ -1,5 +1,6 @@
 """The tensors of one forward. Everything here is dense [B, R]: R rows for each of B requests; rows that are not valid write to slot 0."""
 from dataclasses import dataclass
+
 import torch
 
 from minispec.kernels.choose import Sampling
@@ -49,18 +50,18 @@ class Assembler:
 
     def __init__(self, page_size, max_length, vocab, device):
         self.page_size, self.max_length, self.vocab, self.device = page_size, max_length, vocab, device
-        self.kept = None, None, None
+        self.requests = self.table = self.sampling = None
 
     def __call__(self, requests):
         """requests: minispec.request.Request, all of them, in order."""
         counts = any((r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) != (1, 0, 0) for r in requests)
-        if self.kept[0] != requests or counts:      # penalties look at the output, which grows
-            sampling = Sampling.build([r.params for r in requests], [r.prompt_ids for r in requests], [r.ids[:-1] for r in requests],
-                                      self.vocab, self.device)
+        if self.requests != requests or counts:      # penalties look at the output, which grows
             width = max(len(r.pages) for r in requests)
-            self.kept = list(requests), self.tensor([r.pages + [0] * (width - len(r.pages)) for r in requests]), sampling
-        return self.batch(self.kept[1], [r.length for r in requests], [r.ids[-1] if r.ids else 0 for r in requests],
-                          [r.slot for r in requests], [r.length - r.draft_length for r in requests], self.kept[2])
+            self.requests, self.table = list(requests), self.tensor([r.pages + [0] * (width - len(r.pages)) for r in requests])
+            self.sampling = Sampling.build([r.params for r in requests], [r.prompt_ids for r in requests],
+                                           [r.ids[:-1] for r in requests], self.vocab, self.device)
+        return self.batch(self.table, [r.length for r in requests], [r.ids[-1] if r.ids else 0 for r in requests],
+                          [r.slot for r in requests], [r.length - r.draft_length for r in requests], self.sampling)
 
     def batch(self, table, length, pending, seats, unread, sampling):
         """The lists hold one int a request."""

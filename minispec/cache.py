@@ -25,7 +25,3 @@ class Cache:
         kept = to < path.count[:, None]
         source = batch.slots(batch.length[:, None] + path.rows, kept)
         self.data[:, batch.slots(batch.length[:, None] + to, kept)] = self.data[:, source]
-
-    @property
-    def bytes(self):
-        return self.data.nbytes

@@ -7,6 +7,7 @@ import torch
 from minispec.errors import MinispecError
 
 HEADROOM = 0.9      # the rest is for activations and the allocator's own losses
+CGROUP = Path("/sys/fs/cgroup")     # version 2; version 1 in its folder `memory`
 
 
 def resolve_device(name):
@@ -15,7 +16,7 @@ def resolve_device(name):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise MinispecError(f'device {name!r} is not known; give "auto", "cpu", "cuda" or "cuda:N"')
@@ -36,16 +37,21 @@ def resolve_dtype(name, device):
 
 
 def available(device):
-    """Bytes that can still be allocated on the device; on the CPU the least of free memory and the container's limit."""
+    """Bytes that can still be allocated on the device; on the CPU the least of free memory and what the container's limit leaves.
+
+    A container is also charged for the files it read: those pages (inactive_file) go when memory is asked for, so they count as free.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         limits += [int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable")]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        limits.append(int(text) - int(used.read_text()))
+    for group, limit, used, idle in ((CGROUP, "memory.max", "memory.current", "inactive_file"),
+                                     (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
+        if (group / limit).is_file() and (most := (group / limit).read_text().strip()) != "max":
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            limits.append(int(most) - int((group / used).read_text()) + int(stat[idle]))
     return min(limits)
 
 

@@ -73,24 +73,20 @@ class Draft:
         Returns q [B, R, H, dk], residual [B, R, h] and the rows, for whoever wants an output.
         """
         at = torch.arange(tokens.shape[1], device=tokens.device)
-        index = (batch.length - count)[:, None] + at
         valid = at < count[:, None]
-        index = torch.where(valid, index, 0)
+        index = torch.where(valid, (batch.length - count)[:, None] + at, 0)
         rows = batch.rows(tokens, index, index, prefix=index + 1, words=torch.zeros_like(index), valid=valid, extent=batch.longest)
         return *self.project(self.fuse(states), rows, cache), rows
 
     def grow(self, batch, cache, unread, shape):
-        """The tree of one round: extend with what the target made true, then up to shape.steps levels of guesses.
+        """The tree of one round: extend with what the target made true, then up to shape.steps (1 or more) levels of guesses.
 
         unread: (states, next tokens, count) from the hidden buffer. Only the last true row needs an output: one layer's KV depends on
         no attention. Guessed rows write KV at cache indices length, length + 1, ...: the next extend overwrites them, so nothing
         recycled survives a round. Their ancestry lives in the words: bit t of a word = cache entry length + t.
         """
-        if not shape.steps:
-            return Tree.root(batch)
-        count = unread[2]
         q, residual, rows = self.extend(batch, cache, *unread)
-        last = (count - 1)[:, None]
+        last = (unread[2] - 1)[:, None]
         normed, recycled = self.attend(q.take_along_dim(last[..., None, None], 1), residual.take_along_dim(last[..., None], 1),
                                        rows.view.only(last), cache)
         tokens, logp = self.children(normed, batch, 1, shape)
@@ -138,7 +134,7 @@ class Pool:
     def settled(self, frontier, nodes):
         """No child of the frontier can enter the best `nodes`: its score is at most its parent's, and ties go to the earlier entry.
 
-        Asked on the CPU only, where looking costs nothing; on CUDA it would stop the queue.
+        frontier fp32 [B, K]: the scores of the nodes to expand. Asked on the CPU only, where looking costs nothing; on CUDA it would stop the queue.
         """
         if self.scores.is_cuda or self.scores.shape[1] < nodes:
             return False

@@ -57,6 +57,9 @@ class Engine:
         flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_before_fc": norm_before_fc,
                  "norm_output": norm_output}
         overrides = {name: value for name, value in flags.items() if value is not None}
+        reading = {"nodes": nodes, "capture_convention": capture_convention, "d2t": d2t, **overrides}
+        if draft == "none" and (unread := [name for name, value in reading.items() if value]):
+            raise MinispecError(f'{unread[0]}={reading[unread[0]]!r} is about a draft, and draft="none" has none: leave it out')
         shape = Shape(draft_steps, topk, nodes)
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
@@ -72,6 +75,8 @@ class Engine:
             found = open_draft(Path(draft or default / "draft"), config, capture=capture, capture_convention=capture_convention,
                                d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
             self.capture = found.config.capture
+            if shape.steps and topk > found.config.draft_vocab_size:
+                raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")
         self.draft_config, self.shape, self.chunk, self.max_batch = found and found.config, shape, chunk, max_batch
         self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}"]
         self.report.append(f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None")
@@ -105,7 +110,7 @@ class Engine:
                                    f"{self.max_length}: expect fewer accepted tokens past that")
         self.hidden = HiddenBuffer(self.max_batch, shape.nodes + 1, self.capture if found else (), config.hidden_size, self.dtype, self.device)
         target_cache = Cache(config.num_hidden_layers, slots, 1, latent, self.dtype, self.device)
-        self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, draft_cache, self.hidden, shape, self.capture)
+        self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, draft_cache, self.hidden, shape)
         self.scheduler = Scheduler(self.pages, self.max_batch, self.chunk, shape.scratch)
         self.assemble = Assembler(page_size, self.max_length, config.vocab_size, self.device)
         self._inbox, self.closed = {}, False
@@ -120,8 +125,9 @@ class Engine:
         """An engine that shares this one's target and caches and decodes without a draft: the other side of a comparison."""
         engine = copy(self)
         engine.shape, engine.draft = Shape(0), None
-        engine.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, engine.shape, ())
-        engine.scheduler, engine.assemble, engine._inbox = Scheduler(self.pages, self.max_batch, self.chunk, 1), copy(self.assemble), {}
+        engine.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, engine.shape)
+        engine.scheduler = Scheduler(self.pages, self.max_batch, self.chunk, engine.shape.scratch)
+        engine.assemble, engine._inbox = copy(self.assemble), {}
         return engine
 
     def generate(self, prompts, params=None):
@@ -192,6 +198,8 @@ class Engine:
         return requests, single
 
     def _ids(self, index, prompt):
+        if isinstance(prompt, bytes) or not hasattr(prompt, "__len__"):      # bytes would pass for small ids
+            raise MinispecError(f"prompt {index} is {type(prompt).__name__}; give text or a list of token ids")
         if len(prompt) == 0:
             raise MinispecError(f"prompt {index} is empty; give at least one character or token")
         if isinstance(prompt, str):
@@ -216,7 +224,10 @@ class Engine:
                     self._step()
                 for request in requests:
                     while events[id(request)]:
-                        yield events[id(request)].popleft()
+                        event = events[id(request)].popleft()
+                        if isinstance(event, MinispecError):
+                            raise event
+                        yield event
         finally:
             for request in requests:
                 self.scheduler.finish(request)
@@ -246,11 +257,12 @@ class Engine:
         emitted = torch.cat([path.count[:, None], path.tokens], 1).tolist()      # the one look of the host at a round
         logprobs = path.logprobs.tolist() if path.logprobs is not None else [None] * len(done)
         for request, (count, *tokens), logs in zip(done, emitted, logprobs):
-            if not count:
-                raise MinispecError(f"prompt {request.index}: the target's logits are not finite at position {request.length}; "
-                                    "its weights overflow in this dtype: try dtype float32")
-            self._inbox[id(request)].append(request.take(tokens[:count], logs and logs[:count]))
-            if request.finish_reason:
+            # an error waits in the inbox too: the stream that ran this step may be another's, and its own requests go on
+            event = request.take(tokens[:count], logs and logs[:count]) if count else MinispecError(
+                f"prompt {request.index}: the target's logits are not finite at position {request.length}; "
+                "its weights overflow in this dtype: try dtype float32")
+            self._inbox[id(request)].append(event)
+            if request.finish_reason or not count:
                 self.scheduler.finish(request)
 
 

@@ -25,10 +25,10 @@ class Shape:
                 object.__setattr__(self, "nodes", self.steps)
             elif isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise MinispecError(f"{'draft_steps' if name == 'steps' else name} must be a whole number of at least {low}, not {value!r}")
-        holds = self.topk + (self.steps - 1) * self.topk**2 if self.steps else 0
-        if self.nodes > min(holds, WORD - 1) or bool(self.nodes) != bool(self.steps):
-            raise MinispecError(f"nodes={self.nodes}: a tree of draft_steps={self.steps}, topk={self.topk} holds {bool(holds):d} to "
-                                f"{min(holds, WORD - 1)} draft tokens; choose nodes in that range, or other draft_steps and topk")
+        least, most = (1, min(self.topk + (self.steps - 1) * self.topk**2, WORD - 1)) if self.steps else (0, 0)
+        if not least <= self.nodes <= most:
+            raise MinispecError(f"nodes={self.nodes}: a tree of draft_steps={self.steps}, topk={self.topk} holds {least} to {most} "
+                                "draft tokens; choose nodes in that range, or other draft_steps and topk")
         if (self.steps - 1) * self.topk > WORD:
             raise MinispecError(f"draft_steps={self.steps} with topk={self.topk} drafts {(self.steps - 1) * self.topk} rows a round, at most "
                                 f"{WORD} can be told apart: lower draft_steps or topk")
@@ -36,15 +36,15 @@ class Shape:
     @property
     def scratch(self):
         """Cache entries past the committed length that a round writes at most, in either cache."""
-        return max(self.nodes + 1, (self.steps - 1) * self.topk if self.steps else 0)
+        return max(self.nodes + 1, (self.steps - 1) * self.topk)
 
 
 class Speculator:
-    """Owns nothing but the order of the stages. draft is None for plain decoding: then capture is what `score` asks for."""
+    """Owns nothing but the order of the stages. draft and its cache are None for plain decoding: nothing is captured then."""
 
-    def __init__(self, target, target_cache, draft, draft_cache, hidden, shape, capture):
+    def __init__(self, target, target_cache, draft, draft_cache, hidden, shape):
         self.target, self.target_cache, self.draft, self.draft_cache = target, target_cache, draft, draft_cache
-        self.hidden, self.shape, self.capture = hidden, shape, capture
+        self.hidden, self.shape, self.capture = hidden, shape, draft.config.capture if draft else ()
 
     @torch.inference_mode()
     def round(self, batch):
@@ -68,7 +68,7 @@ class Speculator:
         prompt's end: then the target chooses it, and the last state waits for the round that reads both. Returns that choice's Path or None.
         """
         size = tokens.shape[1]
-        hidden, states = self.forward(batch, tokens)
+        hidden, states = self.forward(batch, tokens, self.capture)
         if self.draft:
             known = size - (following is None)
             after = torch.cat([tokens[:, 1:], tokens.new_tensor([[following]])], 1) if known == size else tokens[:, 1:]
@@ -85,8 +85,8 @@ class Speculator:
         return path
 
     @torch.inference_mode()
-    def forward(self, batch, tokens, capture=None):
+    def forward(self, batch, tokens, capture):
         """The target over a chain of true tokens [B, R] at positions length, length + 1, ...: (hidden [B, R, h], states [B, R, A * h])."""
         index = batch.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         rows = batch.rows(tokens, index, index, prefix=index + 1, words=torch.zeros_like(index), extent=batch.longest + tokens.shape[1])
-        return self.target(rows, self.target_cache, self.capture if capture is None else capture)
+        return self.target(rows, self.target_cache, capture)

@@ -88,6 +88,8 @@ def test_every_substep_equals_the_definition(options, checkpoints):
     pytest.param(dict(dialect="specforge", rope_scaling=tiny.YARN, rope_theta=5e4), id="rope-yarn"),
     pytest.param(dict(dialect="torchspec", attention="mla", rope_scaling={**tiny.YARN, "factor": 64.0}), id="mla-yarn"),
     pytest.param(dict(dialect="safeailab", rms_norm_eps=1e-2), id="eps"),
+    pytest.param(dict(dialect="safeailab", dtype=torch.float16, vocab=128), id="stored-fp16"),
+    pytest.param(dict(dialect="nvidia", attention="mla", dtype=torch.bfloat16, vocab=128, order="frequency"), id="stored-bf16"),
 ])
 def test_shapes_and_rope(options, checkpoints):
     """Widths, heads, captures and rope of their own, over a prompt longer than YaRN's original length."""
@@ -194,3 +196,25 @@ def test_history_matters(checkpoints):
             seen.append(spy.head_logits(engine, next(c.normed for c in calls if c.normed is not None)))
             check_rounds(engine, target, draft, [*prefix, 9, 10], 2, 1)
     assert (seen[0] - seen[1]).abs().max() > 1e-3
+
+
+def test_hidden_buffer_holds_each_requests_own_states(checkpoints):
+    """B50: in a batch, after every step, a seat holds the states of its own request's newest tokens, and the token after each."""
+    target_dir = checkpoints.target(**SMALL)
+    draft_dir = checkpoints.fitted(target_dir, dialect="specforge", vocab=384)
+    prompts = [[5, 200, 17, 301, 9], [44], [100, 101, 102]]
+    with Engine(target_dir, draft_dir, draft_steps=4, topk=3, nodes=9, max_batch=3) as engine:
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+        target = naive.Target(target_dir)
+        states = [torch.cat([target.forward(p + out.ids)[1][i] for i in engine.capture], -1) for p, out in zip(prompts, outputs)]
+        checked = set()
+        for _ in engine.stream(prompts, SamplingParams(max_tokens=24, ignore_eos=True)):
+            for request in engine.scheduler.running:
+                count = engine.hidden.count[request.slot].item() if request.ids else 0
+                tokens = request.prompt_ids + request.ids
+                for k in range(3 * (count > 0)):
+                    true = states[request.index][request.length - count:request.length, 64 * k:64 * k + 64]
+                    assert_close(f"part {k} of request {request.index}", true, engine.hidden.part(k, request.slot), 1e-5)
+                assert engine.hidden.next[request.slot, :count].tolist() == tokens[request.length - count + 1:request.length + 1]
+                checked.add((request.index, count))
+    assert {index for index, _ in checked} == {0, 1, 2} and len({count for _, count in checked}) > 2
