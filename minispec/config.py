@@ -44,7 +44,7 @@ class _Widths:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(_Widths):
-    """A DeepSeek-V3-family target (facts: target.md 1), eps and factors as the forward uses them.
+    """A DeepSeek-V3-family target (arXiv 2412.19437), eps and factors as the forward uses them.
 
     `prefix` is what the checkpoint's language-model names start with; `notes` are the assumptions made while reading.
     """
@@ -108,7 +108,7 @@ class TargetConfig(_Widths):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(_Widths):
-    """An EAGLE-3 head of one layer (facts: eagle3.md 1 and 2), every dialect resolved.
+    """An EAGLE-3 head of one layer (arXiv 2503.01840), every dialect resolved.
 
     `attention` is "llama" (num_key_value_heads, head_dim, qk_norm) or "mla"; the fields of the other kind are 0 or None.
     `capture` numbers the residual streams entering target layers, ascending.

@@ -72,7 +72,7 @@ class Rope:
 
     @property
     def score_factor(self) -> float:
-        """What MLA multiplies its softmax scale with: the square of YaRN's m for mscale_all_dim (target.md 3b)."""
+        """What MLA multiplies its softmax scale with: the square of YaRN's m for mscale_all_dim."""
         return self._mscale(self.mscale_all_dim) ** 2
 
     def __str__(self) -> str:

@@ -195,7 +195,7 @@ def test_company_changes_nothing():
 
 
 def test_choice_is_the_argmax_of_log_probability_plus_noise():
-    """The definition in design.md, with the log-probabilities of `process`; and logprobs are those."""
+    """The definition of sample-and-match, with the log-probabilities of `process`; and logprobs are those."""
     params, prompts, outputs, logits, positions, tokens, ancestors = mixed_batch()
     sampling = Sampling.build(params, prompts, outputs, 64)
     ids, logprobs = choose(logits, positions, sampling, tokens, ancestors)

@@ -88,7 +88,7 @@ def test_yarn_frequencies_everywhere(theta, factor, original, fast, slow, mscale
 
 
 def test_kimi_numbers():
-    """K2.5: m 1.4158883, softmax scale 0.1446796, pairs 8 to 20 blended (target.md 3)."""
+    """K2.5: m 1.4158883, softmax scale 0.1446796, pairs 8 to 20 blended."""
     kimi = rope({"rope_theta": 50000.0, "rope_scaling": YARN})
     assert kimi.score_factor ** 0.5 == pytest.approx(1.4158883, abs=1e-7) and kimi.multiplier == 1.0
     assert 192 ** -0.5 * kimi.score_factor == pytest.approx(0.1446796, abs=1e-7)
@@ -245,7 +245,7 @@ def test_storage_that_is_refused(config, words, tmp_path):
 
 
 def test_ignore_list_of_kimi():
-    """Only routed experts are packed (target.md 1b); the wrapper's prefix makes no difference."""
+    """Only routed experts are packed; the wrapper's prefix makes no difference."""
     stored = Quantization("int4", group=32, ignore=tuple(K25_IGNORE))
     for prefix in ("", "language_model."):
         names = {f"{prefix}model.layers.1.mlp.experts.3.gate_proj": True, f"{prefix}model.layers.0.mlp.gate_proj": False,

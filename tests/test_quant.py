@@ -34,7 +34,7 @@ def unpack_by_loop(packed, scale, group):
 
 
 def test_the_published_word():
-    """q = -8 .. -1 is stored as 0x76543210 (target.md 2c), q = 0 .. 7 as 0xFEDCBA98."""
+    """q = -8 .. -1 is stored as 0x76543210, q = 0 .. 7 as 0xFEDCBA98."""
     words = torch.tensor([[0x76543210, 0xFEDCBA98 - 2**32, 0, -1]], dtype=torch.int32)
     got = unpack_int4(words, torch.ones(1, 1))
     assert got.tolist() == [[*range(-8, 0), *range(8), *[-8] * 8, *[7] * 8]]

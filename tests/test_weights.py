@@ -309,7 +309,7 @@ def test_absurd_counts_end_at_once(tmp_path):
 
 
 def kimi_k25():
-    """config.json of Kimi-K2.5 (target.md 1) and the header entries of its text weights, from the table's shapes."""
+    """config.json of Kimi-K2.5 as published and the header entries of its text weights, from the table's shapes."""
     text = {**tiny.TARGET, "model_type": "kimi_k2", "vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 61,
             "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_group": 1,
             "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
@@ -318,7 +318,7 @@ def kimi_k25():
 
 
 def test_kimi_k25_has_its_published_size(tmp_path):
-    """1026.41 B parameters and 594.2 GB of text weights (target.md 6c); the account of its 208 thousand tensors takes seconds."""
+    """1026.41 B parameters and 594.2 GB of text weights; the account of its 208 thousand tensors takes seconds."""
     (tmp_path / "config.json").write_text(json.dumps(kimi_k25()))
     config = TargetConfig.read(str(tmp_path))
     table, infos = target_table(config), {}

@@ -1,4 +1,4 @@
-"""Reading a draft's config in any dialect: where the fields stand, which norms are on, which attention it has (eagle3.md 1)."""
+"""Reading a draft's config in any dialect: where the fields stand, which norms are on, which attention it has."""
 from dataclasses import dataclass, replace
 
 from minispec.config import latent_eps, latent_widths

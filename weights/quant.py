@@ -1,4 +1,4 @@
-"""Stored forms of a Linear weight and the fp32 matrix that each of them means (facts: target.md 2b and 2c)."""
+"""Stored forms of a Linear weight and the fp32 matrix that each of them means (DeepSeek-V3's README_WEIGHTS; compressed-tensors pack-quantized)."""
 import torch
 
 
