@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")         # as the command does; read when torch starts
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")             # as the command does; read when torch starts
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
