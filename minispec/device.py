@@ -69,8 +69,11 @@ def plan(free, weights, token, batch, length, context, scratch):
     """How long a request may be, and how many tokens the caches hold.
 
     free: bytes available; weights: bytes of parameters; token: cache bytes a token; length: what the user asked for, or None.
+    context: the target's; scratch: cache tokens a request may hold past its length, for a tree and to fill a page; batch: requests at once.
     Returns (max_length, cache tokens, reason). MinispecError when the weights or the requested length do not fit.
     """
+    if length is not None and length > context:
+        raise MinispecError(f"max_length={length} is past the target's context (max_position_embeddings={context}); give at most that")
     room = int(free * HEADROOM) - weights
     if room < token * (scratch + 2):
         raise MinispecError(f"weights need {size(weights)}, {size(free)} is free on this device: use a smaller checkpoint, a smaller dtype, "

@@ -57,9 +57,9 @@ class Engine:
         flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_before_fc": norm_before_fc,
                  "norm_output": norm_output}
         overrides = {name: value for name, value in flags.items() if value is not None}
-        reading = {"nodes": nodes, "capture_convention": capture_convention, "d2t": d2t, **overrides}
-        if draft == "none" and (unread := [name for name, value in reading.items() if value]):
-            raise MinispecError(f'{unread[0]}={reading[unread[0]]!r} is about a draft, and draft="none" has none: leave it out')
+        given = {"nodes": nodes or None, "capture_convention": capture_convention, "d2t": d2t, **overrides}
+        if draft == "none" and (unread := [f"{name}={value!r}" for name, value in given.items() if value is not None]):
+            raise MinispecError(f'{", ".join(unread)} is about a draft, and draft="none" leaves it out: drop one or the other')
         shape = Shape(draft_steps, topk, nodes)
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
@@ -68,9 +68,8 @@ class Engine:
         config = self.target_config = TargetConfig.read(target, latent_norm_eps)
         self.tokenizer = Tokenizer.load(target, config.vocab_size)
         self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
-        found, self.capture = None, _capture(capture, config) if draft == "none" else ()
         if draft == "none":
-            shape = Shape(0, topk)
+            found, shape, self.capture = None, Shape(0, topk), _capture(capture, config)
         else:
             found = open_draft(Path(draft or default / "draft"), config, capture=capture, capture_convention=capture_convention,
                                d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
@@ -90,16 +89,13 @@ class Engine:
         latent = config.kv_lora_rank + config.qk_rope_head_dim
         kv_heads, width = kv_shape(found.config) if found else (0, 0)
         token = (config.num_hidden_layers * latent + kv_heads * width) * self.dtype.itemsize
-        if max_length is not None and max_length > config.max_position_embeddings:
-            raise MinispecError(f"max_length={max_length} is past the target's context (max_position_embeddings="
-                                f"{config.max_position_embeddings}); give at most that")
         self.max_length, tokens, reason = plan(available(self.device), weights, token, self.max_batch, max_length,
-                                               config.max_position_embeddings, shape.scratch)
+                                               config.max_position_embeddings, shape.scratch + page_size)
         reach = self.max_length + shape.scratch
         self.target = Target(config, account.shapes, self.dtype, self.device, reach)
         self.report += load.fill(account, self.target.parameters, progress).lines
         self.draft, draft_cache = None, None
-        self.pages = Pages(1 + self.max_batch + -(-tokens // page_size), page_size)
+        self.pages = Pages(1 + -(-tokens // page_size), page_size)
         slots = self.pages.count * page_size
         if found:
             self.draft = Draft(found.config, found.shapes, found.d2t, self.target.embed, self.target.head, self.dtype, self.device, reach)
