@@ -4,6 +4,7 @@ Exit status: 0; 1 when bench finds unequal ids; 2 on bad input, with one line th
 """
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from time import perf_counter
@@ -192,19 +193,29 @@ def bench(prompts, max_tokens, repeats, threads, file, **options):
     return 0 if result["equal"] else 1
 
 
+def interrupted(number, frame):
+    """Ctrl-C ends at once: an exception could be swallowed in the middle of an import."""
+    note("interrupted")
+    os._exit(130)
+
+
 def main():
     # read when torch starts: OpenMP threads that spin for ever slow a busy machine down tens of times, and threads that sleep at once cost an
     # idle one 2.3 times (14.7 against 6.3 ms a token); this many turns bridge the gap between two operations
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    signal.signal(signal.SIGINT, interrupted)
     try:
         status = commands(prog_name="minispec", standalone_mode=False)
-    except click.exceptions.Abort:
-        note("interrupted")
-        status = 130
     except click.ClickException as error:
         note("error: " + " ".join(error.format_message().split()))
         status = 2
     except MinispecError as error:
         note("error: " + " ".join(str(error).split()))
+        status = 2
+    except BrokenPipeError:         # whoever read the output has seen enough
+        status = 1
+        sys.stdout = open(os.devnull, "w")
+    except OSError as error:        # standard output that is full or closed
+        note(f"error: {error.filename or 'standard output'}: {error.strerror or error}")
         status = 2
     sys.exit(status if isinstance(status, int) else 0)

@@ -152,7 +152,9 @@ def widths(fields: Fields) -> dict:
     for name, allowed in _FIXED.items():
         fields.only(name, allowed, "other activations, biases, windows and sparse attention are not: use another checkpoint")
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    return {name: fields.integer(name) for name in names} | {"rms_norm_eps": fields.number("rms_norm_eps", LATENT_EPS)}
+    limits = {"vocab_size": 2**20, "num_hidden_layers": 1024}       # tables and reserved ids are built before any tensor is looked at
+    sizes = {name: fields.integer(name, high=limits.get(name, 2**31 - 1)) for name in names}
+    return sizes | {"rms_norm_eps": fields.number("rms_norm_eps", LATENT_EPS)}
 
 
 def latent_widths(fields: Fields) -> dict:

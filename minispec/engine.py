@@ -49,9 +49,10 @@ class Engine:
                  latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None, norm_output=None, progress=None):
         if tensor_parallel != 1:
             raise MinispecError(f"tensor_parallel={tensor_parallel!r}: this version runs on one device; leave it at 1")
-        for name, value in (("max_batch", max_batch), ("chunk", chunk), ("page_size", page_size), ("max_length", max_length)):
-            if (value is not None or name != "max_length") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise MinispecError(f"{name} must be a whole number of at least 1, not {value!r}")
+        for name, value, most in (("max_batch", max_batch, 1024), ("chunk", chunk, 2**16), ("page_size", page_size, 2**12),
+                                  ("max_length", 1 if max_length is None else max_length, 2**31)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+                raise MinispecError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
         if draft is None and target is not None:
             raise MinispecError('a target without a draft: give draft=DIR, or draft="none" for plain decoding')
         flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_before_fc": norm_before_fc,
@@ -64,15 +65,15 @@ class Engine:
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
         default = Path(load.__file__).parent / "default"
-        target = Path(target or default / "target")
+        target = Path(default / "target" if target is None else target)
         config = self.target_config = TargetConfig.read(target, latent_norm_eps)
         self.tokenizer = Tokenizer.load(target, config.vocab_size)
         self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
         if draft == "none":
             found, shape, self.capture = None, Shape(0, topk), _capture(capture, config)
         else:
-            found = open_draft(Path(draft or default / "draft"), config, capture=capture, capture_convention=capture_convention,
-                               d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
+            found = open_draft(Path(default / "draft" if draft is None else draft), config, capture=capture,
+                               capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
             self.capture = found.config.capture
             if shape.steps and topk > found.config.draft_vocab_size:
                 raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")

@@ -67,10 +67,10 @@ def _patterns(fields: Fields, name: str, default: tuple = ()) -> tuple[str, ...]
         raise fields.refuse(name, "a list of module names and 're:' patterns is expected; correct the config")
     for pattern in patterns:
         if pattern.startswith("re:"):
-            # repeated groups, or many wildcards, can take exponential time on a name that does not match
+            # repeated groups, or many groups, wildcards or options, can take exponential time on a name that does not match
             bare = re.sub(r"\\.", "", pattern[3:])
-            if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+{]", bare)) > 4 or len(pattern) > 500:
-                raise fields.refuse(name, f"pattern {short(pattern)} repeats a group or has over 4 wildcards; write it simpler")
+            if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+{?(]", bare)) > 6 or len(pattern) > 500:
+                raise fields.refuse(name, f"pattern {short(pattern)} repeats a group or has over 6 groups and wildcards; write it simpler")
             try:
                 re.compile(pattern[3:])
             except (re.error, RecursionError, OverflowError) as error:
