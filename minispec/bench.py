@@ -20,7 +20,7 @@ def read_jsonl(file=None):
     """Prompts (text or ids) of a .jsonl file; without one, those that come with minispec."""
     path, prompts = Path(file or DEFAULT / "prompts.jsonl"), []
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise MinispecError(f"--prompts {path}: {error}; give a readable UTF-8 file") from error
     for number, line in enumerate(lines, 1):

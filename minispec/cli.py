@@ -56,6 +56,8 @@ def read_prompts(texts, files, ids):
     prompts = []
     if texts.count("-") > 1:
         raise MinispecError("--prompt - is given twice, but standard input can be read once")
+    if "-" in texts and sys.stdin is None:
+        raise MinispecError("--prompt -: standard input is closed; give it a text")
     if "-" in texts and sys.stdin.isatty():
         note("reading the prompt from standard input; end it with Ctrl-D")
     for text in texts:
@@ -103,6 +105,8 @@ def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
     """Continue prompts; the text streams to stdout."""
     from minispec.params import SamplingParams
 
+    if as_json and (stats or show_draft) or options["logprobs"] and not as_json:
+        raise click.UsageError("--json has the figures of --stats and --show-draft, and is where --logprobs goes: drop or add it")
     prompts = read_prompts(texts, files, ids)
     names = SamplingParams.__dataclass_fields__
     chosen = given({name: options.pop(name) for name in list(options) if name in names})
@@ -182,6 +186,8 @@ def bench(prompts, max_tokens, repeats, threads, file, **options):
     from minispec.bench import measure, read_jsonl
 
     prompts = read_jsonl(prompts)
+    if file:
+        Path(file).open("a").close()            # not after the run
     if threads:
         torch.set_num_threads(threads)
     with open_engine(**options) as engine:
@@ -204,7 +210,11 @@ def main():
     # idle one 2.3 times (14.7 against 6.3 ms a token); this many turns bridge the gap between two operations
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     signal.signal(signal.SIGINT, interrupted)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")    # a terminal that is not UTF-8
     try:
+        if sys.stdout is None:
+            raise MinispecError("standard output is closed; give it a place")
         status = commands(prog_name="minispec", standalone_mode=False)
     except click.ClickException as error:
         note("error: " + " ".join(error.format_message().split()))

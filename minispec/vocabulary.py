@@ -75,6 +75,8 @@ def _tiktoken(path, config, added, vocab_size) -> Vocabulary:
         raise MinispecError(f"{config.file}: added_tokens_decoder uses the name <|reserved_token_N|> of another id N: rename it")
     pieces = [*sorted(ranks, key=ranks.get), *(text.encode() for text, _ in tokens.values())]
     try:
+        if re.search(r"(^|[|(])(\||\)|$)", re.sub(r"\\.|\[[^]]*\]", "x", pattern)):
+            raise ValueError("an alternative of it is empty")
         encoding = tiktoken.Encoding(path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={**special, **words})
     except (TypeError, ValueError) as error:
         raise config.refuse("pat_str", f"no split pattern, {error}: correct or remove it") from error
