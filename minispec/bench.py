@@ -27,9 +27,12 @@ def read_jsonl(file=None):
         if line.strip():
             try:
                 entry = json.loads(line)
-                prompts.append(entry["prompt_ids"] if "prompt_ids" in entry else entry["prompt"])
-            except (ValueError, KeyError, TypeError) as error:
-                what = 'not an object with "prompt" or "prompt_ids"'
+                prompt, kind, one = (entry["prompt_ids"], list, int) if "prompt_ids" in entry else (entry["prompt"], str, str)
+                if not prompt or type(prompt) is not kind or any(type(part) is not one for part in prompt):
+                    raise TypeError("of another type, or empty")
+                prompts.append(prompt)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                what = 'not an object with a text "prompt" or a list "prompt_ids"'
                 raise MinispecError(f"{path} line {number}: {what}: {line[:60]!r}; correct the line") from error
     if not prompts:
         raise MinispecError(f"{path} holds no prompt; give one JSON object a line")

@@ -13,13 +13,14 @@ import click
 
 from minispec import __version__
 from minispec.errors import MinispecError
+from minispec.fields import printable
 from minispec.options import DIALECT, ENGINE, MODELS, SAMPLING, Ids, stacked
 from minispec.printer import Printer
 from minispec.stats import Acceptance, gather
 
 
 def note(line):
-    click.echo(f"minispec: {line}", err=True)
+    click.echo(f"minispec: {printable(line)}", err=True)
 
 
 def given(options):
@@ -40,6 +41,8 @@ class Progress:
 
 
 def open_engine(**options):
+    if options["draft"] == "none" and (options["draft_steps"] or options["topk"]):
+        raise MinispecError("--draft-steps and --topk are about a draft, and --draft none leaves it out: drop one or the other")
     note(f"loading {options.get('target') or 'the default target'}, draft {options.get('draft') or 'of the default pair'}")
     from minispec.engine import Engine
 
@@ -121,7 +124,7 @@ def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
         if as_json:
             note(f"generating; --json prints when the last of {len(prompts)} prompts is done")
             outputs = engine.generate(inputs, params)
-            click.echo(json.dumps(as_object(engine, prompts, outputs, perf_counter() - began), ensure_ascii=False))
+            click.echo(json.dumps(as_object(engine, prompts, outputs, perf_counter() - began)))
         else:
             stream(engine, prompts, inputs, params, show_draft, stats, began)
 
@@ -168,7 +171,7 @@ def inspect(directory, as_json, **options):
     from minispec.inspection import describe, render
 
     found = describe(directory, **given(options))
-    click.echo(json.dumps(found, ensure_ascii=False) if as_json else render(found))
+    click.echo(json.dumps(found) if as_json else render(found))
 
 
 @commands.command()
@@ -177,7 +180,7 @@ def inspect(directory, as_json, **options):
               help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}; 12 prompts come with minispec.')
 @click.option("--max-tokens", type=int, default=96, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times that each prompt runs in each mode.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; default: what torch takes.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads; default: what torch takes.")
 @click.option("--json", "file", metavar="FILE", help="Write the result here as well.")
 def bench(prompts, max_tokens, repeats, threads, file, **options):
     """Plain and speculative decoding in one process; no speed-up is printed before their ids are equal."""

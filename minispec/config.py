@@ -6,7 +6,7 @@ from minispec.fields import REQUIRED, Fields, short
 from minispec.quantization import Quantization
 from minispec.rope import Rope, read_rope
 
-__all__ = ["LATENT_EPS", "DraftConfig", "Quantization", "Rope", "TargetConfig", "latent_eps", "latent_widths", "widths"]
+__all__ = ["LATENT_EPS", "DraftConfig", "Quantization", "Rope", "TargetConfig", "latent_eps", "latent_widths", "layer_inputs", "widths"]
 
 LATENT_EPS = 1e-6
 # What transformers assumes when a config omits the field; sizes are never assumed.
@@ -167,10 +167,18 @@ def latent_eps(choice: float | str, rms_norm_eps: float) -> tuple[float, str]:
     """Eps of the q_a and kv_a norms and the line that says so."""
     if choice == "config":
         return rms_norm_eps, f"latent norm eps {rms_norm_eps:g} from rms_norm_eps, as vLLM and SGLang read it"
-    if isinstance(choice, str) or not 0 < choice < 1:
+    if not isinstance(choice, (int, float)) or not 0 < choice < 1:
         raise MinispecError(f"latent_norm_eps is {choice!r}: a number between 0 and 1, or 'config', is expected")
     other = f"; --latent-norm-eps config gives the servers' reading ({rms_norm_eps:g})" if choice != rms_norm_eps else ""
     return float(choice), f"latent norm eps {choice:g} as transformers{other}"
+
+
+def layer_inputs(capture, layers: int) -> tuple[int, ...]:
+    """The caller's capture where no draft says it: ids in 0 ... layers, ascending; None is none."""
+    ids = () if capture is None else capture
+    if not isinstance(ids, (list, tuple)) or any(type(i) is not int or not 0 <= i <= layers for i in ids) or list(ids) != sorted(set(ids)):
+        raise MinispecError(f"capture is {ids!r}: give a list of ascending layer inputs from 0 to {layers}")
+    return tuple(ids)
 
 
 def _routing(fields: Fields) -> dict:

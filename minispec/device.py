@@ -57,7 +57,7 @@ def available(device):
 
 def size(count):
     """Bytes for people."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def weight_bytes(shapes, dtype):
@@ -75,15 +75,15 @@ def plan(free, weights, token, batch, length, context, scratch):
     if length is not None and length > context:
         raise MinispecError(f"max_length={length} is past the target's context (max_position_embeddings={context}); give at most that")
     room = int(free * HEADROOM) - weights
+    usable = f"{HEADROOM:.0%} of the {size(free)} that are free on this device, {size(free * HEADROOM)}, may be used"
     if room < token * (scratch + 2):
-        raise MinispecError(f"weights need {size(weights)}, {size(free)} is free on this device: use a smaller checkpoint, a smaller dtype, "
-                            "or more memory")
+        raise MinispecError(f"weights and the smallest cache need {size(weights + token * (scratch + 2))}, {usable}: "
+                            "use a smaller checkpoint, a smaller dtype, or more memory")
     fits = room // token - scratch
     if length is None:
         longest, reason = min(context, fits), "the target's context" if context <= fits else f"what {size(free)} of free memory holds"
     elif length > fits:
-        raise MinispecError(f"max_length={length} needs {size(weights + token * (length + scratch))}, {size(free)} is free on this device: "
-                            f"max_length={fits} fits")
+        raise MinispecError(f"max_length={length} needs {size(weights + token * (length + scratch))}, {usable}: max_length={fits} fits")
     else:
         longest, reason = length, "as asked"
     return longest, min(batch * (longest + scratch), fits + scratch), reason

@@ -9,7 +9,7 @@ import torch
 
 from minispec.batch import Assembler
 from minispec.cache import Cache
-from minispec.config import TargetConfig
+from minispec.config import TargetConfig, layer_inputs
 from minispec.device import available, plan, resolve_device, resolve_dtype, size, weight_bytes
 from minispec.draft import Draft, kv_shape
 from minispec.errors import MinispecError
@@ -53,6 +53,9 @@ class Engine:
                                   ("max_length", 1 if max_length is None else max_length, 2**31)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
                 raise MinispecError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
+        for name, value in (("target", target), ("draft", draft)):
+            if value == "" or not isinstance(value, (str, Path, type(None))):
+                raise MinispecError(f"{name} is {value!r}; give the folder of a checkpoint")
         if draft is None and target is not None:
             raise MinispecError('a target without a draft: give draft=DIR, or draft="none" for plain decoding')
         flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_before_fc": norm_before_fc,
@@ -70,7 +73,7 @@ class Engine:
         self.tokenizer = Tokenizer.load(target, config.vocab_size)
         self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
         if draft == "none":
-            found, shape, self.capture = None, Shape(0, topk), _capture(capture, config)
+            found, shape, self.capture = None, Shape(0, topk), layer_inputs(capture, config.num_hidden_layers)
         else:
             found = open_draft(Path(default / "draft" if draft is None else draft), config, capture=capture,
                                capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
@@ -120,6 +123,7 @@ class Engine:
 
     def plain(self):
         """An engine that shares this one's target and caches and decodes without a draft: the other side of a comparison."""
+        self._check_open()
         engine = copy(self)
         engine.shape, engine.draft = Shape(0), None
         engine.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, engine.shape)
@@ -141,9 +145,9 @@ class Engine:
 
     @torch.inference_mode()
     def score(self, ids):
-        """Logits and captured states after every one of the token ids, in one pass without speculation."""
+        """Logits and captured states after every token of a prompt (ids or text), in one pass without speculation."""
         self._check_open()
-        ids = self._ids(0, list(ids))
+        ids = self._ids(0, ids)
         if len(ids) > self.max_length:
             raise MinispecError(f"score: {len(ids)} ids do not fit max_length={self.max_length}")
         count = self.pages.needed(len(ids))
@@ -179,10 +183,10 @@ class Engine:
     def _requests(self, prompts, params):
         """Everything is checked before the first forward: a bad prompt in a list leaves nothing half-done."""
         self._check_open()
-        single = isinstance(prompts, (str, bytes)) or (len(prompts) > 0 and all(isinstance(p, Integral) for p in prompts))
+        single = not isinstance(prompts, (list, tuple)) or (len(prompts) > 0 and all(isinstance(p, Integral) for p in prompts))
         prompts = [prompts] if single else list(prompts)
         params = SamplingParams() if params is None else params
-        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(params) != len(prompts):
             raise MinispecError(f"{len(params)} SamplingParams for {len(prompts)} prompts; give one for all, or one each")
         requests = []
@@ -195,7 +199,7 @@ class Engine:
         return requests, single
 
     def _ids(self, index, prompt):
-        if isinstance(prompt, bytes) or not hasattr(prompt, "__len__"):      # bytes would pass for small ids
+        if not isinstance(prompt, (str, list, tuple)):          # bytes, a dict or a set would pass for ids, in some order
             raise MinispecError(f"prompt {index} is {type(prompt).__name__}; give text or a list of token ids")
         if len(prompt) == 0:
             raise MinispecError(f"prompt {index} is empty; give at least one character or token")
@@ -206,7 +210,7 @@ class Engine:
         vocab = self.target_config.vocab_size
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocab:
-                raise MinispecError(f"prompt {index}: {token!r} is not a token id of this target (0 to {vocab - 1})")
+                raise MinispecError(f"prompt {index}: {repr(token)[:60]} is not a token id of this target (0 to {vocab - 1})")
         return [int(token) for token in prompt]
 
     def _run(self, requests):
@@ -237,6 +241,17 @@ class Engine:
         if step is None:
             raise MinispecError("every cache page is held by requests of another stream of this pair; read that one first, or close it")
         kind, *what = step
+        lost = what[0] if kind == "round" else what[:1]
+        try:
+            self._compute(kind, what)
+            lost = []
+        finally:        # also of Ctrl-C: what is half done can neither be kept nor repeated, so its requests end
+            for request in lost:
+                self._inbox[id(request)].append(MinispecError(f"prompt {request.index}: interrupted at position {request.length}; give it again"))
+                self.scheduler.finish(request)
+
+    def _compute(self, kind, what):
+        """Runs a step and hands its events to the streams."""
         if kind == "prefill":
             request, start, stop = what
             more = request.prompt_ids[stop] if stop < len(request.prompt_ids) else None
@@ -261,11 +276,3 @@ class Engine:
             self._inbox[id(request)].append(event)
             if request.finish_reason or not count:
                 self.scheduler.finish(request)
-
-
-def _capture(capture, config):
-    """Layers that score returns without a draft: ids in 0 ... num_hidden_layers, ascending."""
-    ids = tuple(capture or ())
-    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= config.num_hidden_layers for i in ids) or list(ids) != sorted(set(ids)):
-        raise MinispecError(f"capture {list(ids)}: give ascending layer inputs from 0 to {config.num_hidden_layers}")
-    return ids

@@ -14,8 +14,16 @@ def refuse_first(where: str, *cases: tuple[object, str]) -> None:
             raise MinispecError(f"{where} {what}")
 
 
+def present(path: str) -> bool:
+    """Whether a file is at `path`. MinispecError for anything else there: a pipe may never end, a link to nothing is no "absent"."""
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise MinispecError(f"{path}: not a regular file, or a link to none; give the folder of a complete checkpoint")
+    return os.path.lexists(path)
+
+
 def read_json(path: str) -> dict:
-    """The JSON object in `path`. MinispecError when it is missing, not UTF-8, not JSON, or not an object."""
+    """The JSON object in `path`. MinispecError when it is missing, no file, not UTF-8, not JSON, or not an object."""
+    present(path)
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
@@ -31,6 +39,11 @@ def read_json(path: str) -> dict:
 def short(value, limit: int = 120) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "..."
+
+
+def printable(text: str) -> str:
+    """`text` on one line, what cannot be printed escaped: a name from a checkpoint must not write lines or steer the terminal."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 class Fields:
@@ -52,8 +65,7 @@ class Fields:
     def refuse(self, name: str, why: str) -> MinispecError:
         """The error for a field: `raise fields.refuse("hidden_act", "only silu is supported; ...")`."""
         found = f"is {short(self.values[name])}" if name in self.values else "is missing"
-        where = self.path + name
-        return MinispecError(f"{self.file}: {where if where.isprintable() else ascii(where)} {found}: {why}")
+        return MinispecError(f"{self.file}: {printable(self.path + name)} {found}: {why}")
 
     def get(self, name: str, default=REQUIRED):
         """The file's value, else the format's default, else `default`. A null in the file takes `default` first."""

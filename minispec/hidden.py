@@ -29,10 +29,8 @@ class HiddenBuffer:
         self.count[batch.seats] = path.count
 
     def take(self, batch):
-        """(states [B, R, A * hidden], next tokens [B, R], count [B]) for R = batch.unread; rows from a request's count on are padding."""
-        count = self.count[batch.seats]
-        self.count[batch.seats] = 0
-        return self.states[batch.seats, :batch.unread], self.next[batch.seats, :batch.unread], count
+        """(states [B, R, A * hidden], next tokens [B, R], count [B]), R = batch.unread, left until the next put; rows from count on are padding."""
+        return self.states[batch.seats, :batch.unread], self.next[batch.seats, :batch.unread], self.count[batch.seats]
 
     def part(self, k, seat=0):
         """The k-th captured layer's unread states at one seat: [count, hidden], for looking at."""

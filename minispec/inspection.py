@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from minispec.config import LATENT_EPS, TargetConfig
-from minispec.fields import Fields
+from minispec.fields import Fields, printable
 from minispec.tokenizer import Tokenizer, stop_ids
 from minispec.weights.resolve import NVIDIA_KEYS
 from minispec.weights.checkpoint import Checkpoint
@@ -136,7 +136,7 @@ def sizes(plan):
 
 def render(found):
     """The same for people."""
-    return "\n\n".join("\n".join([f"{kind}: {facts['folder']}", *lines_of(facts)]) for kind, facts in found.items())
+    return "\n\n".join("\n".join(map(printable, [f"{kind}: {facts['folder']}", *lines_of(facts)])) for kind, facts in found.items())
 
 
 def lines_of(facts):

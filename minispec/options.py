@@ -11,7 +11,7 @@ class Ids(click.ParamType):
         try:
             return tuple(int(part) for part in value.split(","))
         except ValueError:
-            self.fail(f"{value!r} is not integers separated by commas", param, ctx)
+            self.fail(f"{value[:60]!r} is not integers separated by commas", param, ctx)
 
 
 class Bias(click.ParamType):
@@ -24,7 +24,7 @@ class Bias(click.ParamType):
             token, bias = value.split("=")
             return int(token), float(bias)
         except ValueError:
-            self.fail(f"{value!r} is not ID=VALUE, as in 42=-1.5", param, ctx)
+            self.fail(f"{value[:60]!r} is not ID=VALUE, as in 42=-1.5", param, ctx)
 
 
 class Eps(click.ParamType):

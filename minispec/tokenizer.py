@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minispec.errors import MinispecError
-from minispec.fields import Fields, read_json, refuse_first
+from minispec.fields import Fields, present, read_json, refuse_first
 from minispec.text import ChatTemplate, unicode_text
 from minispec.vocabulary import Vocabulary, added_tokens, read_vocabulary
 
@@ -102,7 +102,7 @@ def stop_ids(directory, vocab_size: int, tokenizer: Tokenizer | None = None) -> 
 
 
 def _optional(path: Path) -> Fields:
-    return Fields(read_json(path) if path.exists() else {}, path)
+    return Fields(read_json(path) if present(path) else {}, path)
 
 
 def _name(config: Fields, key: str) -> str | None:
@@ -111,13 +111,13 @@ def _name(config: Fields, key: str) -> str | None:
     text = value.get("content") if isinstance(value, dict) else value
     if value is not None and not isinstance(text, str):
         raise config.refuse(key, "the text of a token is expected; correct it")
-    return text
+    return text and unicode_text(text, f"{config.file}: {key}")
 
 
 def _templates(directory: Path, config: Fields) -> dict[str, ChatTemplate]:
     """Chat templates by name: chat_template.jinja, else chat_template of tokenizer_config.json (one text, or named ones)."""
     path, value = directory / "chat_template.jinja", config.get("chat_template", [])
-    if path.is_file():
+    if present(path):
         return {"default": ChatTemplate(unicode_text(path.read_text("utf-8", "surrogateescape"), str(path)), str(path))}
     named = [{"name": "default", "template": value}] if isinstance(value, str) else value
     if not isinstance(named, list) or not all(isinstance(entry, dict) and isinstance(entry.get("name"), str)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minispec.errors import MinispecError
-from minispec.fields import Fields, read_json, short
+from minispec.fields import Fields, present, read_json, short
 
 # Kimi's split, the same in K2, K2.5 and Moonlight: Han runs, words (Han apart, an English contraction at their end),
 # up to three digits, punctuation, line ends, space
@@ -43,7 +43,7 @@ def read_vocabulary(directory: Path, config: Fields, vocab_size: int) -> Vocabul
     config: tokenizer_config.json. Raises MinispecError for a damaged file and for ids outside vocab_size.
     """
     readers = {"tiktoken.model": _tiktoken, "tokenizer.model": _sentencepiece, "tokenizer.json": _tokenizer_json}
-    found = [name for name in readers if (directory / name).is_file()]
+    found = [name for name in readers if present(directory / name)]
     if not found:
         return None
     vocabulary = readers[found[0]](directory / found[0], config, added_tokens(config, vocab_size), vocab_size)
@@ -55,7 +55,8 @@ def added_tokens(config: Fields, vocab_size: int) -> dict[int, tuple[str, bool]]
     table, tokens, where = config.section("added_tokens_decoder"), {}, f"{config.file}: added_tokens_decoder"
     for key, token in table.values.items() if table else ():
         text, control = (token.get("content"), token.get("special", True)) if isinstance(token, dict) else (None, None)
-        if not re.fullmatch("[0-9]{1,18}", key) or not isinstance(text, str) or not text or type(control) is not bool:
+        if not re.fullmatch("[0-9]{1,18}", key) or not isinstance(text, str) or type(control) is not bool \
+                or not text or text.encode("utf-8", "ignore").decode() != text:
             raise MinispecError(f"{where} has {key!r}: {token!r}, not an id and a token: correct it")
         if int(key) >= vocab_size or int(key) in tokens or text in (other for other, _ in tokens.values()):
             raise MinispecError(f"{where} gives id {key} to {text!r}, but each has one id, below {vocab_size}: correct it")
@@ -65,7 +66,7 @@ def added_tokens(config: Fields, vocab_size: int) -> dict[int, tuple[str, bool]]
 
 def _tiktoken(path, config, added, vocab_size) -> Vocabulary:
     import tiktoken
-    ranks, pattern = _read_ranks(path, vocab_size), config.get("pat_str", None) or KIMI_SPLIT
+    ranks, pattern = _read_ranks(path, vocab_size), config.text("pat_str", KIMI_SPLIT)
     if taken := [i for i in added if i < len(ranks)]:
         raise MinispecError(f"{config.file}: added_tokens_decoder gives id {taken[0]} to {added[taken[0]][0]!r}, "
                             f"but {path.name} uses ids 0..{len(ranks) - 1}: give it a later id")
@@ -84,11 +85,9 @@ def _tiktoken(path, config, added, vocab_size) -> Vocabulary:
     def plain(text):
         # Kimi's own tokenizer cuts runs of space, and of anything else, that are longer; the pattern engine fails on some
         cuts = [match.end() for match in re.finditer(r"(\s{25000}(?=\s)|\S{25000}(?=\S))|\s+|\S+", text) if match[1]]
-        try:
+        with _Refused(f"{config.file}: pat_str {pattern!r} fails on this text"):
             ids = [i for start, end in zip([0, *cuts], [*cuts, None])
                    for i in encoding.encode(text[start:end], allowed_special=set(words), disallowed_special=())]
-        except ValueError as error:
-            raise MinispecError(f"{config.file}: split {pattern!r} fails on this text, {error}: shorten the text") from error
         if b"".join([pieces[i] for i in ids]) != text.encode():
             raise config.refuse("pat_str", "it leaves out a part of this text: correct or remove it")
         return ids
@@ -198,11 +197,11 @@ def _damaged(path, what: str) -> MinispecError:
 
 @dataclass
 class _Refused(contextlib.AbstractContextManager):
-    """Turns what the tokenizers package raises, which is Exception itself and no subclass, into a MinispecError."""
+    """Turns what a tokenizer package raises, also a panic of its Rust code (no Exception, no name to import), into a MinispecError."""
     what: str
 
     def __exit__(self, kind, error, traceback):
-        if kind is Exception:
+        if kind in (Exception, ValueError) or kind and kind.__name__ == "PanicException":
             raise MinispecError(f"{self.what}, {str(error).splitlines()[0]}: give token ids, or another file") from error
 
 

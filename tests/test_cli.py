@@ -115,6 +115,9 @@ BAD = [
     (("generate", "--prompt-file", "/nonexistent/prompt"), "/nonexistent/prompt"),
     (("generate", "--prompt-ids", "1,two"), "1,two"),
     (("generate", "--prompt-ids", "1,4096"), "4096"),
+    (("generate", "--prompt-ids", "1" * 6000), "'" + "1" * 60 + "' is not integers"),
+    (("generate", "--prompt", "x", "--draft", "none", "--draft-steps", "3"), "--draft-steps"),
+    (("generate", "--prompt", "x", "--target", "", "--draft", ""), "target is ''"),
     (("generate", "--prompt", "x", "--unknown"), "--unknown"),
     (("generate", "--prompt", "x", "--max-tokens", "many"), "many"),
     (("generate", "--prompt", "x", "--max-tokens", "0"), "max_tokens"),
@@ -136,6 +139,8 @@ BAD = [
     (("bench", "--prompts", "/nonexistent/prompts"), "/nonexistent/prompts"),
     (("bench", "--draft", "none"), "draft"),
     (("bench", "--repeats", "0"), "repeats"),
+    (("bench", "--threads", "99999999999"), "threads"),
+    (("inspect", "/nonexistent/\x1b[31mred\u2028"), "/nonexistent/\\x1b[31mred"),
     (("unknown",), "unknown"),
 ]
 
@@ -189,10 +194,28 @@ def test_bench_prints_no_speedup_when_ids_differ(run, monkeypatch, tmp_path):
 
 def test_bench_refuses_bad_prompt_files(run, tmp_path):
     file = tmp_path / "prompts.jsonl"
-    for text in ("", "not json\n", '{"text": "x"}\n', "[1]\n"):
+    for text in ("", "not json\n", '{"text": "x"}\n', "[1]\n", '{"prompt": 5}', "null", "true", '{"prompt": []}', '["prompt", "x"]', '"prompt"',
+                 '{"prompt_ids": {"1": 2}}', '{"prompt_ids": "abc"}', '{"prompt_ids": ["a"]}', '{"prompt_ids": [true]}', "[" * 200_000):
         file.write_text(text)
         done = run("bench", "--prompts", file)
         assert done.status == 2 and str(file) in done.err.splitlines()[-1]
+
+
+def test_names_from_a_checkpoint_stay_on_their_line(run, tmp_path):
+    """A key of a config that holds a line end, a terminal command or half a character."""
+    draft = shutil.copytree(DEFAULT_DRAFT, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    config.setdefault("eagle_config", {})["x\nminispec: error: fake\x1b[31m\ud800"] = 1
+    (draft / "config.json").write_text(json.dumps(config))
+    shown = r"eagle_config.x\nminispec: error: fake\x1b[31m\ud800 ignored"
+    for done in (run("inspect", draft), run("generate", "--prompt", "x", "--max-tokens", 1, "--target", DEFAULT_TARGET, "--draft", draft)):
+        assert done.status == 0 and shown in done.out + done.err and "\x1b" not in done.out + done.err
+    assert "\x1b" not in run("inspect", draft, "--json").out
+
+
+def test_json_says_the_same_in_every_encoding():
+    child = command("generate", "--prompt", "\U0001f600", "--max-tokens", "1", "--json", env={**os.environ, "PYTHONIOENCODING": "latin-1"})
+    assert json.loads(child.communicate(timeout=60)[0])["outputs"][0]["prompt"] == "\U0001f600"
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("generate", "--help"), ("bench", "--help"), ("inspect", "--help")])
@@ -209,7 +232,8 @@ def test_interrupt_is_one_line_and_status_130():
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=30)
     assert child.returncode == 130
-    assert err.decode().splitlines()[-1] == "minispec: interrupted" and b"Traceback" not in err
+    lines = err.decode().splitlines()
+    assert lines[-1] == "minispec: interrupted" and all(line.startswith("minispec: ") for line in lines)
 
 
 def test_broken_pipe_is_quiet():

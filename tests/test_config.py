@@ -1,5 +1,6 @@
 """config.json in every spelling, against transformers; and what is refused."""
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec.config import Quantization, Rope, TargetConfig
+from minispec.config import Quantization, Rope, TargetConfig, layer_inputs
 from minispec.errors import MinispecError
 from minispec.fields import Fields
 from minispec.rope import read_rope
@@ -270,8 +271,22 @@ def test_no_file_no_folder_no_utf8(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(MinispecError, match="not valid JSON"):
         TargetConfig.read(str(tmp_path))
-    with pytest.raises(MinispecError, match="latent_norm_eps"):
-        read(tmp_path, tiny.TARGET, latent_norm_eps="servers")
+    for eps in ("servers", None, [1], True, 0):
+        with pytest.raises(MinispecError, match="latent_norm_eps"):
+            read(tmp_path, tiny.TARGET, latent_norm_eps=eps)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(MinispecError, match="config.json: not a regular file"):
+        TargetConfig.read(str(tmp_path))
+
+
+@pytest.mark.parametrize("capture", [5, [3, 2], [[1]], [True], [-1], [9], "12", {1: 2}])
+def test_captures_that_are_refused(capture):
+    with pytest.raises(MinispecError, match="capture is .* from 0 to 8"):
+        layer_inputs(capture, 8)
+    assert layer_inputs(None, 8) == () and layer_inputs([0, 8], 8) == (0, 8)
 
 
 JUNK = st.one_of(st.none(), st.booleans(), st.integers(-3, 2**40), st.floats(), st.text(max_size=6), st.just([]), st.just({}),

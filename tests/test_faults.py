@@ -188,6 +188,54 @@ def test_b46_ids_stay_in_range(target, draft):
         assert engine.pages.free == engine.pages.total and not engine.scheduler.running and not engine.scheduler.waiting
 
 
+@pytest.mark.parametrize("prompts", [
+    None, 5, (x for x in ["a"]), torch.tensor([5, 6]), b"ab", bytearray(b"ab"), {"a": 1}, {5, 6}, range(3), [None], [[5], {6}], [b"x"]],
+    ids=lambda value: type(value).__name__)
+def test_prompts_of_another_type(prompts, target):
+    """Bytes, a dict or a set would pass for ids or for a list of prompts."""
+    with Engine(target, "none") as engine:
+        with pytest.raises(MinispecError, match="prompt . is .*; give text or a list of token ids"):
+            engine.generate(prompts)
+        with pytest.raises(MinispecError):
+            engine.score(prompts)
+        with pytest.raises(MinispecError, match="not SamplingParams"):
+            engine.generate([5], 5)
+    with pytest.raises(MinispecError, match="closed"):
+        engine.plain()
+
+
+@pytest.mark.parametrize("options", [dict(draft=5), dict(draft=False), dict(draft=""), dict(target="", draft="none"),
+                                     dict(target=5, draft="none"), dict(draft="none", capture=5), dict(capture=5)])
+def test_arguments_of_another_type(options, target, draft):
+    with pytest.raises(MinispecError, match="target is|draft is|capture is"):
+        Engine(**{"target": target, "draft": draft, **options})
+
+
+@pytest.mark.parametrize("place", ["take", "put"])
+def test_an_interrupted_round_ends_its_requests_and_no_others(place, target, draft, monkeypatch):
+    """Ctrl-C before or after the buffer of hidden states is read or written: no stream goes on with half of a round."""
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt
+    with Engine(target, draft, draft_steps=3, topk=2, max_batch=2) as engine:
+        alone, real = engine.generate(PROMPT, greedy(20)).ids, getattr(engine.hidden, place)
+        streams = [engine.stream(PROMPT, greedy(20)) for _ in range(3)]
+        next(streams[0]), next(streams[1])
+        waiting = engine.stream(PROMPT, greedy(20))
+        monkeypatch.setattr(engine.hidden, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(streams[0])
+        monkeypatch.undo()
+        assert list(streams[0]) == []
+        with pytest.raises(MinispecError, match="prompt 0: interrupted at position"):
+            list(streams[1])
+        assert list(streams[1]) == []
+        for stream in (streams[2], waiting):
+            assert [token for event in stream for token in event.ids] == alone
+        engine.scheduler.check()
+        assert engine.pages.free == engine.pages.total
+
+
 def test_not_finite_logits_are_an_error(target, draft, tmp_path):
     """NaN in the target is named, not decoded as token 0."""
     broken = mutate(target, tmp_path / "x", lambda w: w["model.norm.weight"].mul_(1e38))

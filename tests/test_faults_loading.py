@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minispec import Engine, SamplingParams
+from minispec import Engine, MinispecError, SamplingParams
+from minispec.device import plan
 
 from . import naive, oracle, spy, tiny, tiny_draft
 from .mutants import PROMPT, add, drop, first_logits, greedy, mutate, refused
@@ -136,6 +137,15 @@ def test_b12_sizes(target, draft):
         heads, width = spy.kv_shape(engine)
         assert data.shape == (engine.pages.count * 16, heads, width)
         assert engine.draft.p.embed.shape[0] == 512 and engine.draft.p.head.shape[0] == 384
+
+
+def test_memory_messages_state_the_headroom():
+    """What is needed is more than what may be used, in the digits that are printed."""
+    for free, weights, length, figures in ((170_000_000, 148_600_000, 900, ["156.0", "170.0", "153.0"]),
+                                           (166_000_000, 148_600_000, None, ["149.6", "166.0", "149.4"])):
+        with pytest.raises(MinispecError) as error:
+            plan(free, weights, 8000, 1, length, 1024, 122 if length is None else 22)
+        assert re.findall(r"([\d.]+) MB", str(error.value)) == figures and "90% of" in str(error.value)
 
 
 @pytest.mark.parametrize("edit, words", [

@@ -20,38 +20,42 @@ def engine():
 
 
 def check(engine, case, out):
-    params = SamplingParams()
-    assert out.prompt_ids == case["prompt_ids"]
-    differ = next((i for i, (a, b) in enumerate(zip(case["ids"], out.ids)) if a != b), None)
-    if differ is not None:
-        gap = oracle.choice_gap(out.prompt_ids, out.ids[:differ], engine, params)
-        assert gap < oracle.TIE, f"{case['prompt']!r}: ids differ at {differ}, where the two best logits are {gap:.3g} apart"
-        pytest.skip(f"{case['prompt']!r}: a tie at {differ}, gap {gap:.2g}")
-    rounds, emitted = 0, 1      # compare the rounds that both sides finished
-    while rounds < len(case["accepted"]) and emitted + case["accepted"][rounds] + 1 <= len(out.ids):
-        emitted += case["accepted"][rounds] + 1
+    """Equal ids and accepted counts; True when no tie cut the comparison short. A tie is printed. engine: for the gap at a tie."""
+    ids, accepted = case["ids"], case["accepted"]
+    assert out.prompt_ids == case["prompt_ids"] and len(out.ids) >= len(ids)
+    same = next((i for i, (a, b) in enumerate(zip(ids, out.ids)) if a != b), len(ids))
+    if same < len(ids):
+        gap = oracle.choice_gap(out.prompt_ids, ids[:same], engine, SamplingParams())
+        assert gap < oracle.TIE, f"{case['prompt']!r}: ids differ at {same}, where the two best logits are {gap:.3g} apart"
+        print(f"{case['prompt']!r}: a tie at {same}, gap {gap:.2g}")
+    rounds, emitted = 0, 1      # of the rounds that both sides finished with equal ids
+    while rounds < len(accepted) and emitted + accepted[rounds] + 1 <= same:
+        emitted += accepted[rounds] + 1
         rounds += 1
-    assert out.accepted[:rounds] == case["accepted"][:rounds]
-    return rounds
+    assert out.accepted[:rounds] == accepted[:rounds]
+    assert same < len(ids) or rounds == len(accepted)
+    return same == len(ids)
+
+
+def test_the_reference_is_the_one_that_is_documented():
+    rounds, accepted = sum(len(case["accepted"]) for case in REFERENCE), sum(sum(case["accepted"]) for case in REFERENCE)
+    assert len(REFERENCE) == 12 and rounds == 261 and round(1 + accepted / rounds, 2) == 4.51
 
 
 def test_one_at_a_time(engine):
     """Ids and accepted draft tokens of every round, 12 prompts as text, chain of 6."""
-    rounds = accepted = 0
+    whole = 0
     for case in REFERENCE:
         out = engine.generate(case["prompt"], SamplingParams(max_tokens=len(case["ids"]), ignore_eos=True))
-        assert out.ids[:len(case["ids"])] == case["ids"] or check(engine, case, out)
-        rounds += check(engine, case, out)
-        accepted += sum(case["accepted"])
-    assert rounds == sum(len(case["accepted"]) for case in REFERENCE) == 261
-    assert round(1 + accepted / rounds, 2) == 4.51
+        whole += check(engine, case, out)
+    assert whole >= 10
 
 
 def test_all_in_one_batch(engine):
     """The same from ids, eight at once."""
     params = [SamplingParams(max_tokens=len(case["ids"]), ignore_eos=True) for case in REFERENCE]
-    for case, out in zip(REFERENCE, engine.generate([case["prompt_ids"] for case in REFERENCE], params)):
-        check(engine, case, out)
+    outputs = engine.generate([case["prompt_ids"] for case in REFERENCE], params)
+    assert sum(check(engine, case, out) for case, out in zip(REFERENCE, outputs, strict=True)) >= 10
 
 
 @pytest.mark.parametrize("shape", [(6, 1, 6), (4, 2, 6), (3, 4, 14), (5, 3, 3), (2, 4, 20)], ids=str)
@@ -67,4 +71,4 @@ def test_chains_and_trees_by_definition(dialect, shape, checkpoints):
             out = engine.generate(prompt, SamplingParams(max_tokens=24, ignore_eos=True))
             ids, accepted = naive_rounds.generate(target, draft, prompt, 24, steps, topk, nodes)
             assert (out.ids, out.accepted) == (ids, accepted)
-            assert sum(accepted) > 0 and min(accepted) < steps
+            assert sum(accepted) > 0 and min(accepted[:-1]) < min(steps, nodes)

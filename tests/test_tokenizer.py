@@ -3,6 +3,7 @@ import base64
 import functools
 import io
 import json
+import os
 import random
 import re
 import sys
@@ -271,6 +272,9 @@ def test_damaged_ranks(tmp_path, data, words):
     (dict(added_tokens_decoder={"260": {"content": "x", "special": 1}}), "'260'"),
     (dict(added_tokens_decoder=[1]), "added_tokens_decoder is [1]"),
     (dict(pat_str="["), "pat_str is '['"), (dict(pat_str=5), "pat_str is 5"), (dict(pat_str="(?P<"), "pat_str"),
+    (dict(pat_str=[]), "pat_str is []"), (dict(pat_str=0), "pat_str is 0"), (dict(pat_str=""), "pat_str is ''"),
+    (dict(bos_token="\ud800"), "bos_token has '\\ud800'"),
+    (dict(added_tokens_decoder={"260": {"content": "\ud800"}}), "'260'"),
     (dict(add_bos_token=True), "bos_token is None"), (dict(add_bos_token=True, bos_token="<s>"), "bos_token is '<s>'"),
     (dict(add_bos_token="yes"), "add_bos_token is 'yes'"), (dict(add_bos_token=1), "add_bos_token is 1"),
     (dict(bos_token=3), "bos_token is 3"),
@@ -288,6 +292,25 @@ def test_a_pattern_that_would_lose_text(tmp_path):
     assert tokenizer.encode("abc") == [97, 98, 99]
     with pytest.raises(MinispecError, match="leaves out a part"):
         tokenizer.encode("abc 1")
+
+
+@pytest.mark.parametrize("pattern", ["x*", r"\b", "(?=a)"])
+def test_a_pattern_that_matches_nothing(pattern, tmp_path):
+    """tiktoken's Rust code panics, which is no Exception."""
+    with pytest.raises(MinispecError, match="pat_str .* fails on this text"):
+        Tokenizer.load(write(tmp_path, BYTES, pat_str=pattern), 300).encode("abc")
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+def test_links_to_nothing_and_pipes(name, tmp_path):
+    """An interrupted download leaves links without their files: not the same as no file."""
+    path = write(tmp_path, BYTES) / name
+    path.unlink(missing_ok=True)
+    for make in (lambda: path.symlink_to("nowhere"), lambda: os.mkfifo(path)):
+        make()
+        with pytest.raises(MinispecError, match=f"{name}: not a regular file"):
+            Tokenizer.load(tmp_path, 300), stop_ids(tmp_path, 300)
+        path.unlink()
 
 
 @pytest.mark.parametrize("name, data, words", [

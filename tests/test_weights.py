@@ -1,6 +1,7 @@
 """Loading targets: every parameter against the file's own tensors, every fault by name."""
 import json
 import math
+import os
 import struct
 from pathlib import Path
 
@@ -380,6 +381,15 @@ def test_shards_and_single_files(tmp_path):
     refused(folder, str(folder), "model.safetensors", "config.json")
     with pytest.raises(MinispecError, match="no such folder"):
         Checkpoint.open(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
+def test_links_to_nothing_and_pipes(name, tmp_path):
+    for make in (lambda path: path.symlink_to("nowhere"), os.mkfifo):
+        make(tmp_path / name)
+        with pytest.raises(MinispecError, match=f"{name}: not a regular file"):
+            Checkpoint.open(str(tmp_path), pickled=True)
+        (tmp_path / name).unlink()
 
 
 def test_a_target_is_not_read_from_pickle(tmp_path):

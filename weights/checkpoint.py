@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minispec.errors import MinispecError
-from minispec.fields import read_json, short
+from minispec.fields import present, read_json, short
 
 _DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "I8": torch.int8,
            "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -48,11 +48,11 @@ class Checkpoint:
             raise MinispecError(f"{folder}: no such folder; give the folder of a checkpoint")
         single, index, binary = (os.path.join(folder, name) for name in
                                  ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"))
-        if os.path.exists(index):
+        if present(index):
             return cls(folder, _read_shards(folder, index, single))
-        if os.path.exists(single):
+        if present(single):
             return cls(folder, read_header(single))
-        if pickled and os.path.exists(binary):
+        if pickled and present(binary):
             loaded, names = _read_pickle(binary), {dtype: name for name, dtype in _DTYPES.items()}
             tensors = {k: Info(binary, names[v.dtype], tuple(v.shape)) for k, v in loaded.items()}
             return cls(folder, tensors, [f"{binary}: pickle, read through torch's weights-only loading"], _loaded=loaded)
@@ -90,10 +90,10 @@ def _read_shards(folder: str, index: str, single: str) -> dict[str, Info]:
         if not name.isprintable() or not beside or not shard.endswith(".safetensors"):
             raise MinispecError(f"{index}: {short(name)} in {short(shard)}: a .safetensors file beside it is expected; {_AGAIN}")
     shards, tensors = sorted(set(places.values())), {}
-    if os.path.exists(single) and os.path.basename(single) not in shards:
+    if present(single) and os.path.basename(single) not in shards:
         raise MinispecError(f"{single}: lies beside {base}, which does not name it; remove the stale one of the two")
     for shard in shards:
-        if not os.path.exists(os.path.join(folder, shard)):
+        if not present(os.path.join(folder, shard)):
             raise MinispecError(f"{os.path.join(folder, shard)}: shard named by {base} is missing; download it")
     for shard in shards:
         path = os.path.join(folder, shard)
