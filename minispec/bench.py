@@ -105,14 +105,15 @@ def spread(values, digits=3):
 
 
 def ceiling(engine, acceptance, say):
-    """The byte model: what a step must read bounds both modes from below, and the ratio of the two bounds the speed-up."""
+    """The byte model: bytes that a token and a round must read. Their ratio would be the speed-up were both modes bound by memory."""
     rate, rows, steps = copy_bandwidth(engine.device), engine.shape.nodes + 1, engine.draft_steps
     one, many, draft = target_bytes(engine, 1), target_bytes(engine, rows), steps * draft_bytes(engine)
     bound = acceptance.length * one / (many + draft) if acceptance.rounds else None
     say(f"byte model: a token reads {one / 1e6:.1f} MB of weights; a copy runs at {rate / 1e9:.1f} GB/s: {1e3 * one / rate:.2f} ms")
     say(f"byte model: a round reads {(many + draft) / 1e6:.1f} MB: {rows} rows {many / 1e6:.1f}, {steps} draft levels {draft / 1e6:.1f}")
     if bound:
-        say(f"byte model: speed-up at most acceptance length {acceptance.length:.2f} * {one / (many + draft):.3f} = {bound:.2f}")
+        say(f"byte model: were both bound by memory, the speed-up would be {bound:.2f} = acceptance length {acceptance.length:.2f} * "
+            f"{one / (many + draft):.3f}")
     return {"bytes_token": one, "bytes_round": many + draft, "copy_bytes_per_s": rate, "speedup_ceiling": bound}
 
 
@@ -121,9 +122,10 @@ def measure(engine, prompts, max_tokens, repeats, note, say):
     plain, params, steps = engine.plain(), SamplingParams(max_tokens=max_tokens), engine.draft_steps
     if not steps:
         raise MinispecError("bench compares plain with speculative decoding: give a draft and --draft-steps of at least 1")
-    note(f"ids of {len(prompts)} prompts, plain and speculative")
-    outputs, differences = [engine.generate(prompt, params) for prompt in prompts], []
-    for index, (prompt, out) in enumerate(zip(prompts, outputs)):
+    outputs, differences = [], []
+    for index, prompt in enumerate(prompts):
+        note(f"ids: prompt {index + 1} of {len(prompts)}, plain and speculative")
+        outputs.append(out := engine.generate(prompt, params))
         found = difference(engine, out.prompt_ids, plain.generate(prompt, params).ids, out.ids)
         differences += [{"prompt": index, **found}] if found else []
     acceptance = Acceptance.of(outputs, steps)

@@ -85,17 +85,19 @@ def decoded(data, where):
         raise MinispecError(f"{where}: {found}, which is not UTF-8; convert the text") from error
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+WORDS = """Words: a token is an id; a node a token in a draft tree, whose root is the pending true token; a row one line of a forward; a
+position a token's absolute place; a slot a place in a cache; the root's depth is 0. draft-steps: levels of the tree. topk: children
+tried a node. nodes: draft tokens verified a round, the root excluded. accepted: draft tokens only. emitted: accepted + 1. Acceptance
+length: emitted tokens a round; the prefill's token is not counted."""
+
+
+@click.group(epilog=WORDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="minispec")
 def commands():
-    """EAGLE-3 speculative decoding for mixture-of-experts models of the DeepSeek-V3 family.
-
-    token: an id. node: a token in a draft tree; the root is the pending true token. depth: the root's is 0. accepted: draft
-    tokens only. emitted: accepted + 1. acceptance length: emitted tokens a round.
-    """
+    """EAGLE-3 speculative decoding for mixture-of-experts models of the DeepSeek-V3 family."""
 
 
-@commands.command()
+@commands.command(epilog=WORDS)
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="Text to continue, - for standard input; may be repeated.")
 @click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A file that is one prompt; may be repeated.")
 @click.option("--prompt-ids", "ids", multiple=True, type=Ids(), help="A prompt as token ids; may be repeated.")
@@ -108,8 +110,10 @@ def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
     """Continue prompts; the text streams to stdout."""
     from minispec.params import SamplingParams
 
-    if as_json and (stats or show_draft) or options["logprobs"] and not as_json:
-        raise click.UsageError("--json has the figures of --stats and --show-draft, and is where --logprobs goes: drop or add it")
+    if as_json and (stats or show_draft):
+        raise click.UsageError(f"--json prints one object with the figures in it: drop {'--stats' if stats else '--show-draft'}")
+    if options["logprobs"] and not as_json:
+        raise click.UsageError("--logprobs has no place in the text: add --json")
     prompts = read_prompts(texts, files, ids)
     names = SamplingParams.__dataclass_fields__
     chosen = given({name: options.pop(name) for name in list(options) if name in names})
@@ -161,7 +165,7 @@ def as_object(engine, prompts, outputs, seconds):
     }
 
 
-@commands.command()
+@commands.command(epilog=WORDS)
 @click.argument("directory", required=False, metavar="[DIR]")
 @stacked(*MODELS, *DIALECT)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
@@ -174,7 +178,7 @@ def inspect(directory, as_json, **options):
     click.echo(json.dumps(found) if as_json else render(found))
 
 
-@commands.command()
+@commands.command(epilog=WORDS)
 @stacked(*ENGINE)
 @click.option("--prompts", metavar="FILE",
               help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}; 12 prompts come with minispec.')
@@ -190,7 +194,7 @@ def bench(prompts, max_tokens, repeats, threads, file, **options):
 
     prompts = read_jsonl(prompts)
     if file:
-        Path(file).open("a").close()            # not after the run
+        Path(file).open("a").close()            # refused now, not after the run
     if threads:
         torch.set_num_threads(threads)
     with open_engine(**options) as engine:

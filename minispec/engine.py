@@ -90,10 +90,12 @@ class Engine:
         """Ask what fits, allocate, fill from the files."""
         config, shape, account = self.target_config, self.shape, load.open_target(target, self.target_config)
         weights = weight_bytes(account.shapes | ({f"draft.{name}": size for name, size in found.shapes.items()} if found else {}), self.dtype)
+        rotary = 8 * config.max_position_embeddings * (config.rope.dim + (found.config.rope.dim if found else 0))
+        hidden = self.max_batch * (shape.nodes + 1) * len(self.capture) * config.hidden_size * self.dtype.itemsize
         latent = config.kv_lora_rank + config.qk_rope_head_dim
         kv_heads, width = kv_shape(found.config) if found else (0, 0)
         token = (config.num_hidden_layers * latent + kv_heads * width) * self.dtype.itemsize
-        self.max_length, tokens, reason = plan(available(self.device), weights, token, self.max_batch, max_length,
+        self.max_length, tokens, reason = plan(available(self.device) - rotary - hidden, weights, token, self.max_batch, max_length,
                                                config.max_position_embeddings, shape.scratch + page_size)
         reach = self.max_length + shape.scratch
         self.target = Target(config, account.shapes, self.dtype, self.device, reach)

@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from minispec.config import LATENT_EPS, TargetConfig
+from minispec.errors import MinispecError
 from minispec.fields import Fields, printable
 from minispec.tokenizer import Tokenizer, stop_ids
 from minispec.weights.resolve import NVIDIA_KEYS
@@ -25,6 +26,10 @@ def describe(directory=None, target=None, draft=None, latent_norm_eps=None, **di
     default = Path(load_file).parent / "default"
     names = Checkpoint.open(str(directory), pickled=True).tensors if directory else {}
     is_draft = any(re.search(r"(^|\.)fc\.weight$", name) for name in names)
+    unused = ["draft"] * bool(directory and draft) + ["target"] * bool(directory and not is_draft and target)
+    unused += list(dialect) * (draft == "none" or bool(directory) and not is_draft)
+    if unused:
+        raise MinispecError(f"--{unused[0].replace('_', '-')} has no use for {directory or 'a target alone'}: drop it, or leave out DIR")
     target = directory if directory and not is_draft else target or default / "target"
     draft = directory if is_draft else None if directory else draft or default / "draft"
     eps = LATENT_EPS if latent_norm_eps is None else latent_norm_eps

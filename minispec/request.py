@@ -46,7 +46,7 @@ class Request:
         size = len(prompt_ids)
         refuse_first(f"prompt {index}", (size == 0, "is empty; give at least one token"),
                      (size >= max_length, f"has {size} tokens and max_length is {max_length}, which leaves no room for output; "
-                                          "shorten the prompt or raise max_length"))
+                                          "shorten the prompt, or raise max_length where the target's context allows it"))
         if params.stop and decoder is None:
             raise MinispecError(f"stop {params.stop[0]!r} needs a tokenizer, which this target lacks; use stop_ids")
         self.index, self.prompt_ids, self.params, self.decoder = index, list(prompt_ids), params, decoder

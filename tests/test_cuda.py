@@ -36,10 +36,6 @@ def test_engine_on_cuda():
                 outputs = on.generate(IDS, SAMPLED)
                 whole = [oracle.assert_same(one, two, cpu, params) for one, two, params in zip(plain, outputs, SAMPLED, strict=True)]
                 assert sum(whole) >= 10, "on is off"
-                if name == "chain":
-                    for one, two, params in zip(there, outputs, SAMPLED):
-                        if oracle.assert_same(one, two, cpu, params):
-                            assert one.accepted == two.accepted
                 oracle.assert_mixed(outputs, shape["draft_steps"])
                 on.scheduler.check()
                 assert on.pages.free == on.pages.total

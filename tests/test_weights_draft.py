@@ -228,7 +228,7 @@ CAPTURES = [
     (with_ids([1, 3, 4]), {"capture": (0, 5, 8)}, (0, 5, 8), "caller"),
     (with_ids([1, 3, 4]), {"capture": [0, 5, 7], "capture_convention": "output"}, (1, 6, 8), "caller"),
     (with_ids([-1, 3, 4], capture_convention="output"), {}, (0, 4, 5), "eagle_config.capture_convention"),
-    (lambda c: c.pop("eagle_config"), {}, (2, 4, 5), "WARNING"),
+    (lambda c: c.pop("eagle_config"), {}, (2, 4, 5), "warning"),
     (lambda c: c.update(eagle_config={"layer_ids": [3, 4, 5]}), {}, (3, 4, 5), "no sign"),
     (lambda c: (c.pop("eagle_config"), c.update(eagle_aux_hidden_state_layer_ids=[1, 4, 5])), {}, (2, 5, 6), "first id is 1"),
 ]
@@ -325,7 +325,7 @@ def test_maps_that_are_read(write, config):
         assert torch.equal(plan.d2t, ids) and plan.d2t.dtype == torch.int64
         assert set(report.tensors) == set(load_file(folder.with_name(name) / "model.safetensors"))
     plan, _, report = load(edit(folder, prefix), config)
-    assert plan.d2t.tolist() == list(range(VD)) and any("WARNING" in line and f"first {VD}" in line for line in report.lines)
+    assert plan.d2t.tolist() == list(range(VD)) and any("warning" in line and f"first {VD}" in line for line in report.lines)
     nvidia = write("nvidia", order="frequency", name="n")
     plan, _, report = load(nvidia, config)
     assert torch.equal(plan.d2t, ids_of(load_file(nvidia / "model.safetensors"))) and not torch.equal(plan.d2t,
@@ -374,9 +374,9 @@ def test_tied_heads(write, config):
 
 def test_repeated_rows_of_the_head_are_reported(write, config):
     folder = write()
-    assert not any("WARNING" in line for line in load(folder, config)[2].lines)
+    assert not any("warning" in line for line in load(folder, config)[2].lines)
     lines = load(edit(folder, lambda w: w["lm_head.weight"].__setitem__(slice(0, 9), w["lm_head.weight"][9])), config)[2].lines
-    assert any("WARNING: 9 rows" in line for line in lines)
+    assert any("warning: 9 rows" in line for line in lines)
 
 
 M = "midlayer."

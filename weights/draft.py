@@ -70,7 +70,7 @@ def load_draft(plan: DraftPlan, parameters: dict[str, torch.Tensor],
     report = fill(plan, parameters, progress)
     repeated = _repeated_rows(parameters["head"]) if "head" in plan.own else 0
     if repeated:
-        report.lines.append(f"WARNING: {repeated} rows of the draft's head repeat others, as a wrongly pruned vocabulary does")
+        report.lines.append(f"warning: {repeated} rows of the draft's head repeat others, as a wrongly pruned vocabulary does")
     return report
 
 

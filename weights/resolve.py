@@ -30,7 +30,7 @@ def resolve_capture(fields: Fields, layers: int, width: int, target_hidden: int,
     where, listed = ("capture", capture) if capture is not None else _listed(fields, eagle)
     if listed is None:
         where, ids = f"{fields.file}: default capture ids (none are named)", (2, layers // 2, layers - 3)
-        reason = (f"WARNING: {fields.file} names no capture ids; taken as inputs of layers {list(ids)}, the default [2, n/2, "
+        reason = (f"warning: {fields.file} names no capture ids; taken as inputs of layers {list(ids)}, the default [2, n/2, "
                   "n-3]: if acceptance is low, give --capture")
     else:
         if not isinstance(listed, (list, tuple)) or not listed or any(type(i) is not int for i in listed):
@@ -105,10 +105,10 @@ def read_map(checkpoint: Checkpoint, d2t: str | None, t2d: str | None, vocab: in
     how = f"d2t read as {reading}; {agreed}" if other else "in the order of t2d (asked for)"
     lines = [f"draft vocabulary: {draft_vocab} of {vocab} ids, {how}"]
     if _identity(ids):
-        lines.append(f"WARNING: the draft keeps exactly the first {draft_vocab} ids, which looks like a default, not a choice by "
+        lines.append(f"warning: the draft keeps exactly the first {draft_vocab} ids, which looks like a default, not a choice by "
                      "frequency")
     if mask is None and other_fits and reading == "offset":
-        lines.append("WARNING: d2t would pass as absolute ids too; if nothing is ever accepted, try --d2t absolute")
+        lines.append("warning: d2t would pass as absolute ids too; if nothing is ever accepted, try --d2t absolute")
     return ids, lines
 
 
