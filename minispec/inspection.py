@@ -24,6 +24,8 @@ PARTS = {"embed": "embedding", "head": "head", "w13": "routed experts", "w2": "r
 def describe(directory=None, target=None, draft=None, latent_norm_eps=None, **dialect):
     """{"target": ..., "draft": ...} as plain values. A folder with a fusion layer (fc) is a draft, read beside its target."""
     default = Path(load_file).parent / "default"
+    if "" in (directory, target, draft):
+        raise MinispecError("a folder's name is empty: give one, or leave the option out for the default pair")
     names = Checkpoint.open(str(directory), pickled=True).tensors if directory else {}
     is_draft = any(re.search(r"(^|\.)fc\.weight$", name) for name in names)
     unused = ["draft"] * bool(directory and draft) + ["target"] * bool(directory and not is_draft and target)
