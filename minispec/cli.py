@@ -91,7 +91,7 @@ tried a node. nodes: draft tokens verified a round, the root excluded. accepted:
 length: emitted tokens a round; the prefill's token is not counted."""
 
 
-@click.group(epilog=WORDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(epilog=WORDS, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="minispec")
 def commands():
     """EAGLE-3 speculative decoding for mixture-of-experts models of the DeepSeek-V3 family."""
