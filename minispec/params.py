@@ -12,7 +12,7 @@ RANGES = {"max_tokens": (int, 1, 2**31 - 1), "top_k": (int, 0, 2**31 - 1), "seed
           "repetition_penalty": (float, 0.01, 100.0), "presence_penalty": (float, -100.0, 100.0),
           "frequency_penalty": (float, -100.0, 100.0)}
 ID, BIAS = (int, 0, 2**31 - 1), (float, -1000.0, 1000.0)
-COLDEST = 1e-6  # lowest temperature above 0, and lowest top_p: fp32 holds what they divide and compare
+COLDEST, LEAST_P = 1e-6, 1e-30  # lowest temperature above 0; lowest top_p: fp32 holds it
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class SamplingParams:
         clean = {name: _within(name, getattr(self, name), *bounds) for name, bounds in RANGES.items()}
         if 0 < clean["temperature"] < COLDEST:
             raise _bad("temperature", self.temperature, f"0 (the most likely token) or {COLDEST:g} to 1e+06")
-        if clean["top_p"] < COLDEST:
-            raise _bad("top_p", self.top_p, f"a number above 0 ({COLDEST:g} at least) and at most 1; for the most likely token set temperature 0")
+        if clean["top_p"] < LEAST_P:
+            raise _bad("top_p", self.top_p, f"a number above 0 ({LEAST_P:g} at least) and at most 1; for the most likely token set temperature 0")
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True or False")
