@@ -13,7 +13,7 @@ import click
 
 from minispec import __version__
 from minispec.errors import MinispecError
-from minispec.options import DIALECT, ENGINE, MODELS, SAMPLING, Ids, stacked
+from minispec.options import DIALECT, ENGINE, IDS, MODELS, SAMPLING, stacked
 from minispec.printer import Printer
 from minispec.stats import Acceptance, gather
 
@@ -27,24 +27,18 @@ def given(options):
     return {name: value for name, value in options.items() if value is not None and value != ()}
 
 
-class Progress:
-    """A line about loading every two seconds."""
-
-    def __init__(self):
-        self.last = perf_counter()
-
-    def __call__(self, done, total):
-        if perf_counter() - self.last > 2:
-            note(f"{done} of {total} tensors read")
-            self.last = perf_counter()
-
-
 def open_engine(**options):
     note(f"loading {options.get('target') or 'the default target'}, draft {options.get('draft') or 'of the default pair'}")
     from minispec.engine import Engine
 
-    began = perf_counter()
-    engine = Engine(**given(options), progress=Progress())
+    began = said = perf_counter()
+
+    def progress(done, total, what):
+        nonlocal said
+        if perf_counter() - said > 2:
+            note(f"{done} of {total} {what}")
+            said = perf_counter()
+    engine = Engine(**given(options), progress=progress)
     for line in engine.report:
         note(line)
     note(f"loaded in {perf_counter() - began:.1f} s")
@@ -53,21 +47,19 @@ def open_engine(**options):
 
 def read_prompts(texts, files, ids):
     """Prompts in the order texts, files, ids. A prompt `-` is standard input, read once, kept to the byte."""
-    prompts = []
     if texts.count("-") > 1:
         raise MinispecError("--prompt - is given twice, but standard input can be read once")
     if "-" in texts and sys.stdin is None:
         raise MinispecError("--prompt -: standard input is closed; give it a text")
     if "-" in texts and sys.stdin.isatty():
         note("reading the prompt from standard input; end it with Ctrl-D")
-    for text in texts:
-        prompts.append(decoded(sys.stdin.buffer.read(), "--prompt -") if text == "-" else decoded(os.fsencode(text), "--prompt"))
+    prompts = [decoded(sys.stdin.buffer.read(), "--prompt -") if text == "-" else decoded(os.fsencode(text), "--prompt") for text in texts]
     for file in files:
         try:
             prompts.append(decoded(Path(file).read_bytes(), file))
         except OSError as error:
             raise MinispecError(f"--prompt-file {file}: {error.strerror}; give a readable text file") from error
-    prompts += [list(x) for x in ids]
+    prompts += map(list, ids)
     if not prompts or not all(prompts):
         what = f"prompt {prompts.index('') + 1} is empty" if prompts else "no prompt"
         raise MinispecError(f"{what}; give --prompt TEXT, --prompt - for standard input, or --prompt-file FILE")
@@ -95,7 +87,7 @@ def commands():
 @commands.command()
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="Text to continue, - for standard input; may be repeated.")
 @click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A file that is one prompt; may be repeated.")
-@click.option("--prompt-ids", "ids", multiple=True, type=Ids(), help="A prompt as token ids; may be repeated.")
+@click.option("--prompt-ids", "ids", multiple=True, type=IDS, help="A prompt as token ids; may be repeated.")
 @click.option("--chat", is_flag=True, help="Put each prompt through the chat template as one user message.")
 @stacked(*SAMPLING, *ENGINE)
 @click.option("--stats", is_flag=True, help="Acceptance and speed, on stderr.")
@@ -108,22 +100,20 @@ def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
     if as_json and (stats or show_draft) or options["logprobs"] and not as_json:
         raise click.UsageError("--json has the figures of --stats and --show-draft, and is where --logprobs goes: drop or add it")
     prompts = read_prompts(texts, files, ids)
-    names = SamplingParams.__dataclass_fields__
-    chosen = given({name: options.pop(name) for name in list(options) if name in names})
-    if "logit_bias" in chosen:
-        chosen["logit_bias"] = dict(chosen["logit_bias"])
-    params = SamplingParams(**chosen)
+    chosen = given({name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__})
+    params = SamplingParams(**chosen | ({"logit_bias": dict(chosen["logit_bias"])} if "logit_bias" in chosen else {}))
     with open_engine(**options) as engine:
         inputs = [chat_ids(engine, prompt) for prompt in prompts] if chat else prompts
         if engine.tokenizer and engine.tokenizer.has_template and not chat:
             note("this target has a chat template; the prompt is continued as it is, --chat applies the template")
         began = perf_counter()
-        if as_json:
-            note(f"generating; --json prints when the last of {len(prompts)} prompts is done")
-            outputs = engine.generate(inputs, params)
-            click.echo(json.dumps(as_object(engine, prompts, outputs, perf_counter() - began), ensure_ascii=False))
-        else:
-            stream(engine, prompts, inputs, params, show_draft, stats, began)
+        if not as_json:
+            return stream(engine, prompts, inputs, params, show_draft, stats, began)
+        note(f"generating; --json prints when the last of {len(prompts)} prompts is done")
+        outputs = engine.generate(inputs, params)
+        found = {"outputs": [{"prompt": prompt, **vars(out)} for prompt, out in zip(prompts, outputs)], "minispec": __version__,
+                 "stats": {**Acceptance.of(outputs, engine.draft_steps).as_dict(), "seconds": perf_counter() - began}}
+        click.echo(json.dumps(found, ensure_ascii=False))
 
 
 def chat_ids(engine, prompt):
@@ -147,15 +137,6 @@ def stream(engine, prompts, inputs, params, show_draft, stats, began):
         count = sum(len(out.ids) for out in outputs)
         rate = (count - len(outputs)) / max(seconds, 1e-9)
         note(f"first token after {first - began:.3f} s; {count} tokens, {rate:.1f} tokens/s after it")
-
-
-def as_object(engine, prompts, outputs, seconds):
-    return {
-        "outputs": [{"prompt": prompt, **{name: getattr(out, name) for name in out.__dataclass_fields__}}
-                    for prompt, out in zip(prompts, outputs)],
-        "stats": {**Acceptance.of(outputs, engine.draft_steps).as_dict(), "seconds": seconds},
-        "minispec": __version__,
-    }
 
 
 @commands.command()
@@ -216,11 +197,9 @@ def main():
         if sys.stdout is None:
             raise MinispecError("standard output is closed; give it a place")
         status = commands(prog_name="minispec", standalone_mode=False)
-    except click.ClickException as error:
-        note("error: " + " ".join(error.format_message().split()))
-        status = 2
-    except MinispecError as error:
-        note("error: " + " ".join(str(error).split()))
+    except (click.ClickException, MinispecError) as error:
+        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        note("error: " + " ".join(text.split()))
         status = 2
     except BrokenPipeError:         # whoever read the output has seen enough
         status = 1

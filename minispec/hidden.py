@@ -17,9 +17,9 @@ class HiddenBuffer:
     def __init__(self, seats, capacity, capture, hidden, dtype, device):
         self.parts = [(f"input of layer {i}", i) for i in capture]
         self.hidden = hidden
-        self.states = torch.zeros(seats, capacity, len(capture) * hidden, dtype=dtype, device=device)
-        self.next = torch.zeros(seats, capacity, dtype=torch.int64, device=device)
-        self.count = torch.zeros(seats, dtype=torch.int64, device=device)
+        self.states = torch.zeros(seats + 1, capacity, len(capture) * hidden, dtype=dtype, device=device)
+        self.next = torch.zeros(seats + 1, capacity, dtype=torch.int64, device=device)
+        self.count = torch.zeros(seats + 1, dtype=torch.int64, device=device)
 
     def put(self, batch, states, path):
         """Keep the states of an accepted path: states [B, R, A * hidden] of a forward's rows, path.tokens the token after each."""
@@ -31,7 +31,7 @@ class HiddenBuffer:
     def take(self, batch):
         """(states [B, R, A * hidden], next tokens [B, R], count [B]) for R = batch.unread; rows from a request's count on are padding."""
         count = self.count[batch.seats]
-        self.count[batch.seats] = 0
+        self.count.index_fill_(0, batch.seats, 0)
         return self.states[batch.seats, :batch.unread], self.next[batch.seats, :batch.unread], count
 
     def part(self, k, seat=0):

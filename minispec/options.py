@@ -2,61 +2,45 @@
 import click
 
 
-class Ids(click.ParamType):
-    """Integers separated by commas."""
+class Parsed(click.ParamType):
+    """What `parse` makes of the text; a ValueError of it becomes "TEXT is not `what`"."""
 
-    name = "INT,INT,..."
-
-    def convert(self, value, param, ctx):
-        try:
-            return tuple(int(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not integers separated by commas", param, ctx)
-
-
-class Bias(click.ParamType):
-    """A token id and what is added to its logit."""
-
-    name = "ID=VALUE"
+    def __init__(self, name, parse, what):
+        self.name, self.parse, self.what = name, parse, what
 
     def convert(self, value, param, ctx):
         try:
-            token, bias = value.split("=")
-            return int(token), float(bias)
+            return self.parse(value)
         except ValueError:
-            self.fail(f"{value!r} is not ID=VALUE, as in 42=-1.5", param, ctx)
+            self.fail(f"{value!r} is not {self.what}", param, ctx)
 
 
-class Eps(click.ParamType):
-    """A number, or the word config."""
+def pair(text):
+    token, bias = text.split("=")
+    return int(token), float(bias)
 
-    name = "NUMBER|config"
 
-    def convert(self, value, param, ctx):
-        try:
-            return value if value == "config" else float(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a number nor config", param, ctx)
+IDS = Parsed("INT,INT,...", lambda text: tuple(int(part) for part in text.split(",")), "integers separated by commas")
+BIAS = Parsed("ID=VALUE", pair, "ID=VALUE, as in 42=-1.5")
+EPS = Parsed("NUMBER|config", lambda text: text if text == "config" else float(text), "a number or the word config")
 
 
 def stacked(*options):
     """One decorator of several, in the order in which --help shall show them."""
-
     def decorate(command):
         for option in reversed(options):
             command = option(command)
         return command
-
     return decorate
 
 
 DIALECT = (
-    click.option("--capture", type=Ids(), help="Captured layers of the target; default: what the draft's config says."),
+    click.option("--capture", type=IDS, help="Captured layers of the target; default: what the draft's config says."),
     click.option("--capture-convention", type=click.Choice(["input", "output"]),
                  help="What a capture id means: the state entering that layer, or leaving it."),
     click.option("--d2t", type=click.Choice(["offset", "absolute", "from-t2d"]),
                  help="How the draft's vocabulary map is stored; default offset (target id = draft id + d2t)."),
-    click.option("--latent-norm-eps", type=Eps(),
+    click.option("--latent-norm-eps", type=EPS,
                  help="eps of the q_a and kv_a norms: 1e-6 (default, as transformers) or config (rms_norm_eps, as the servers)."),
     *(click.option(f"--{name.replace('_', '-')}/--no-{name.replace('_', '-')}", default=None,
                    help=f"Overrule {name} of the draft's config.")
@@ -76,6 +60,8 @@ ENGINE = (
                  help="auto (default) is float32 on CPU and bfloat16 on CUDA."),
     click.option("--max-length", type=int, help="Tokens a request may hold, prompt included; default: the target's context."),
     click.option("--max-batch", type=int, help="Requests that run at once."),
+    click.option("--cuda-graphs/--no-cuda-graphs", default=None, help="On CUDA a round is one captured graph, the default; the ids are the same."),
+    click.option("--exact", is_flag=True, default=None, help="On CUDA, logits whose bits do not depend on the other rows; slower."),
     *DIALECT,
 )
 SAMPLING = (
@@ -88,7 +74,7 @@ SAMPLING = (
     click.option("--repetition-penalty", type=float, help="Over prompt and output; 1 (default) is none."),
     click.option("--presence-penalty", type=float, help="Over the output; 0 (default) is none."),
     click.option("--frequency-penalty", type=float, help="Over the output, times the count; 0 (default) is none."),
-    click.option("--logit-bias", type=Bias(), multiple=True, help="Added to a logit; may be repeated."),
+    click.option("--logit-bias", type=BIAS, multiple=True, help="Added to a logit; may be repeated."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
     click.option("--stop-ids", "--stop-id", "stop_ids", type=int, multiple=True, help="End at this token; may be repeated."),
     click.option("--ignore-eos", is_flag=True, default=None, help="Do not end at the model's own stop tokens."),
