@@ -10,10 +10,9 @@ from minispec import __version__
 from minispec.errors import MinispecError
 from minispec.params import SamplingParams
 from minispec.stats import Acceptance, distinct_bigrams, quantile
-from minispec.weights.load import __file__ as weights_file
+from minispec.weights.load import DEFAULT
 
 TIE = 1e-4                                      # fp32: logits closer than this may change places with the order of summation
-DEFAULT = Path(weights_file).parent / "default"
 
 
 def read_jsonl(file=None):

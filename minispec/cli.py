@@ -14,7 +14,7 @@ import click
 from minispec import __version__
 from minispec.errors import MinispecError
 from minispec.fields import printable
-from minispec.options import DIALECT, ENGINE, MODELS, SAMPLING, Ids, stacked
+from minispec.options import DIALECT, ENGINE, IDS, MODELS, SAMPLING, stacked
 from minispec.printer import Printer
 from minispec.stats import Acceptance, gather
 
@@ -100,7 +100,7 @@ def commands():
 @commands.command(epilog=WORDS)
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="Text to continue, - for standard input; may be repeated.")
 @click.option("--prompt-file", "files", multiple=True, metavar="FILE", help="A file that is one prompt; may be repeated.")
-@click.option("--prompt-ids", "ids", multiple=True, type=Ids(), help="A prompt as token ids; may be repeated.")
+@click.option("--prompt-ids", "ids", multiple=True, type=IDS, help="A prompt as token ids; may be repeated.")
 @click.option("--chat", is_flag=True, help="Put each prompt through the chat template as one user message.")
 @stacked(*SAMPLING, *ENGINE)
 @click.option("--stats", is_flag=True, help="Acceptance and speed, on stderr.")

@@ -67,15 +67,14 @@ class Engine:
         shape = Shape(draft_steps, topk, nodes)
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
-        default = Path(load.__file__).parent / "default"
-        target = Path(default / "target" if target is None else target)
+        target = Path(load.DEFAULT / "target" if target is None else target)
         config = self.target_config = TargetConfig.read(target, latent_norm_eps)
         self.tokenizer = Tokenizer.load(target, config.vocab_size)
         self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
         if draft == "none":
             found, shape, self.capture = None, Shape(0, topk), layer_inputs(capture, config.num_hidden_layers)
         else:
-            found = open_draft(Path(default / "draft" if draft is None else draft), config, capture=capture,
+            found = open_draft(Path(load.DEFAULT / "draft" if draft is None else draft), config, capture=capture,
                                capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
             self.capture = found.config.capture
             if shape.steps and topk > found.config.draft_vocab_size:

@@ -2,18 +2,17 @@
 import math
 import re
 from dataclasses import asdict
-from pathlib import Path
 from textwrap import wrap
 
 from minispec.config import LATENT_EPS, TargetConfig
+from minispec.draft import kv_shape
 from minispec.errors import MinispecError
 from minispec.fields import Fields, printable
 from minispec.tokenizer import Tokenizer, stop_ids
 from minispec.weights.resolve import NVIDIA_KEYS
 from minispec.weights.checkpoint import Checkpoint
 from minispec.weights.draft import open_draft
-from minispec.weights.load import __file__ as load_file
-from minispec.weights.load import open_target
+from minispec.weights.load import DEFAULT, open_target
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 PARTS = {"embed": "embedding", "head": "head", "w13": "routed experts", "w2": "routed experts", "gate_up": "other MLPs",
@@ -23,7 +22,6 @@ PARTS = {"embed": "embedding", "head": "head", "w13": "routed experts", "w2": "r
 
 def describe(directory=None, target=None, draft=None, latent_norm_eps=None, **dialect):
     """{"target": ..., "draft": ...} as plain values. A folder with a fusion layer (fc) is a draft, read beside its target."""
-    default = Path(load_file).parent / "default"
     if "" in (directory, target, draft):
         raise MinispecError("a folder's name is empty: give one, or leave the option out for the default pair")
     names = Checkpoint.open(str(directory), pickled=True).tensors if directory else {}
@@ -32,8 +30,8 @@ def describe(directory=None, target=None, draft=None, latent_norm_eps=None, **di
     unused += list(dialect) * (draft == "none" or bool(directory) and not is_draft)
     if unused:
         raise MinispecError(f"--{unused[0].replace('_', '-')} has no use for {directory or 'a target alone'}: drop it, or leave out DIR")
-    target = directory if directory and not is_draft else target or default / "target"
-    draft = directory if is_draft else None if directory else draft or default / "draft"
+    target = directory if directory and not is_draft else target or DEFAULT / "target"
+    draft = directory if is_draft else None if directory else draft or DEFAULT / "draft"
     eps = LATENT_EPS if latent_norm_eps is None else latent_norm_eps
     config = TargetConfig.read(str(target), eps)
     found = {} if is_draft else {"target": describe_target(str(target), config)}
@@ -70,7 +68,7 @@ def describe_draft(folder, config, dialect, eps):
     overrides = {name: dialect.pop(name) for name in list(dialect) if name not in ("capture", "capture_convention", "d2t")}
     plan = open_draft(folder, config, latent_norm_eps=eps, overrides=overrides, **dialect)
     c, names = plan.config, list(plan.checkpoint.tensors)
-    kv = c.kv_lora_rank + c.qk_rope_head_dim if c.attention == "mla" else 2 * c.num_key_value_heads * c.head_dim
+    kv = math.prod(kv_shape(c))
     ids = plan.d2t
     return {
         "folder": folder,

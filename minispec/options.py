@@ -2,41 +2,27 @@
 import click
 
 
-class Ids(click.ParamType):
-    """Integers separated by commas."""
+class Parsed(click.ParamType):
+    """An option's own form: parse(text) -> value, ValueError for a text that is not `wanted`."""
 
-    name = "INT,INT,..."
-
-    def convert(self, value, param, ctx):
-        try:
-            return tuple(int(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value[:60]!r} is not integers separated by commas", param, ctx)
-
-
-class Bias(click.ParamType):
-    """A token id and what is added to its logit."""
-
-    name = "ID=VALUE"
+    def __init__(self, name, parse, wanted):
+        self.name, self.parse, self.wanted = name, parse, wanted
 
     def convert(self, value, param, ctx):
         try:
-            token, bias = value.split("=")
-            return int(token), float(bias)
+            return self.parse(value)
         except ValueError:
-            self.fail(f"{value[:60]!r} is not ID=VALUE, as in 42=-1.5", param, ctx)
+            self.fail(f"{value[:60]!r} is {self.wanted}", param, ctx)
 
 
-class Eps(click.ParamType):
-    """A number, or the word config."""
+def _bias(text):
+    token, bias = text.split("=")
+    return int(token), float(bias)
 
-    name = "NUMBER|config"
 
-    def convert(self, value, param, ctx):
-        try:
-            return value if value == "config" else float(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a number nor config", param, ctx)
+IDS = Parsed("INT,INT,...", lambda text: tuple(int(part) for part in text.split(",")), "not integers separated by commas")
+BIAS = Parsed("ID=VALUE", _bias, "not ID=VALUE, as in 42=-1.5")
+EPS = Parsed("NUMBER|config", lambda text: text if text == "config" else float(text), "neither a number nor config")
 
 
 def stacked(*options):
@@ -51,12 +37,12 @@ def stacked(*options):
 
 
 DIALECT = (
-    click.option("--capture", type=Ids(), help="Captured layers of the target; default: what the draft's config says."),
+    click.option("--capture", type=IDS, help="Captured layers of the target; default: what the draft's config says."),
     click.option("--capture-convention", type=click.Choice(["input", "output"]),
                  help="What a capture id means: the state entering that layer, or leaving it."),
     click.option("--d2t", type=click.Choice(["offset", "absolute", "from-t2d"]),
                  help="How the draft's vocabulary map is stored; default offset (target id = draft id + d2t)."),
-    click.option("--latent-norm-eps", type=Eps(),
+    click.option("--latent-norm-eps", type=EPS,
                  help="eps of the q_a and kv_a norms: 1e-6 (default, as transformers) or config (rms_norm_eps, as the servers)."),
     *(click.option(f"--{name.replace('_', '-')}/--no-{name.replace('_', '-')}", default=None,
                    help=f"Overrule {name} of the draft's config.")
@@ -88,7 +74,7 @@ SAMPLING = (
     click.option("--repetition-penalty", type=float, help="Over prompt and output; 1 (default) is none."),
     click.option("--presence-penalty", type=float, help="Over the output; 0 (default) is none."),
     click.option("--frequency-penalty", type=float, help="Over the output, times the count; 0 (default) is none."),
-    click.option("--logit-bias", type=Bias(), multiple=True, help="Added to a logit; may be repeated."),
+    click.option("--logit-bias", type=BIAS, multiple=True, help="Added to a logit; may be repeated."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
     click.option("--stop-ids", "--stop-id", "stop_ids", type=int, multiple=True, help="End at this token; may be repeated."),
     click.option("--ignore-eos", is_flag=True, default=None, help="Do not end at the model's own stop tokens."),

@@ -2,6 +2,7 @@
 import difflib
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Callable
 
 import torch
@@ -13,6 +14,7 @@ from minispec.weights.checkpoint import Checkpoint
 from minispec.weights.names import Dim, Entry, Table, skip_target, strip_target, target_table
 from minispec.weights.quant import dequantize_fp8, unpack_int4
 
+DEFAULT = Path(__file__).parent / "default"      # the pair that comes with minispec, and its prompts
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _COMPANIONS = ("_packed", "_scale", "_scale_inv", "_shape", "_zero_point", "_g_idx")
 _CONFIG = "take the config.json that belongs to the weights"
