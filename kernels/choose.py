@@ -1,18 +1,4 @@
-"""The target's token after each row: processed logits plus noise keyed by (seed, position, token id), then argmax.
-
-The noise. All integers are 32-bit and wrap; mix(x) is the finaliser `lowbias32` of Chris Wellons:
-    x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16
-    low, high = seed mod 2**32, seed div 2**32
-    key0 = mix(mix(mix(low  ^ 0x9E3779B9) ^ high) ^ position)        key1 = mix(mix(mix(high ^ 0xBB67AE85) ^ low) ^ position)
-    h = mix(mix(token ^ key0) + key1)                                within a row a bijection of the token: no two tie
-    v = (h + 0.5) * 2**-32,  E = -log(1 - v),  g = -log(E)           Gumbel; g is at most 22.9 (v = 2**-33)
-and in float32, each multiplication, addition and conversion rounding once (no fused multiply-add, no library log, no division):
-    log(x): e = (bits(x) - bits(sqrt(1/2))) >> 23,  f = x * 2**-e - 1,  log(x) = f * Q(f) + e * log(2), Q of degree 7 by Horner
-    E:      h < 2**30:  f = -((h + 0.5) * 2**-32) and e = 0, which keeps the digits of small E, where the winners are;
-            else        x = (((2**32 - 1 - h) >> 1) + 0.5) * 2**-31
-So CPU and GPU agree bit for bit. Against exact arithmetic on the same v the error of g is under 1e-6 for
-|g| < 8, and under 2.2e-6 everywhere.
-"""
+"""The target's token after each row: processed logits plus noise keyed by (seed, position, token id), then argmax."""
 
 import math
 from dataclasses import dataclass
@@ -20,11 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOG2 = 0.69314718246459960938  # float32(log(2))
-SQRT_HALF_BITS = 0x3F3504F3  # float32(sqrt(1/2))
-# log(1 + f) / f on sqrt(1/2) - 1 .. sqrt(2) - 1, fitted for the least relative error (1.7e-7), highest power first
-Q = (-0.10106899589300156, 0.1622258424758911, -0.17250829935073853, 0.19900165498256683, -0.24969908595085144,
-     0.33335059881210327, -0.5000036358833313, 0.9999999403953552)
+from minispec.kernels.head import head_logits, head_topk
+from minispec.kernels.jit import use_triton
+from minispec.kernels.linear import linear
+from minispec.kernels.noise import noised
 
 
 @dataclass(frozen=True)
@@ -73,17 +58,36 @@ class Sampling:
                    max((min(one.top_k or vocab, vocab) for one in ordered), default=0), **extra)
 
 
-def choose(logits: Tensor, positions: Tensor, sampling: Sampling, tokens: Tensor | None = None,
+def choose(hidden: Tensor, head: Tensor, positions: Tensor, sampling: Sampling, tokens: Tensor | None = None,
            ancestors: Tensor | None = None) -> tuple:
     """The target's own token after each row, and its log-probability under the processed distribution.
 
-    logits     float [B, R, V]
+    hidden     float [B, R, h], after the final norm
+    head       float [V, h]
     positions  int64 [B, R], of the rows; the token chosen after a row stands one further, which keys the noise
     tokens     int64 [B, R], the rows' tokens; None when they are in the prompt already (prefill), so that none counts as output
     ancestors  bool [B, R, R]; [b, r, s] says that row s is row r or an ancestor of it
-    Returns (ids int64 [B, R], logprobs float32 [B, R], None unless wanted). Equal scores give the lowest id.
-    A choice depends on nothing but its own row and its own request. It uses no sum over the vocabulary except for top-p.
+    Returns (ids int64 [B, R], logprobs float32 [B, R], None unless wanted, finite bool [B, R]: whether the row's logits all are).
+    Equal scores give the lowest id. A choice depends on nothing but its own row and its own request.
+    On CUDA the logits are written only where something looks at a whole row: filters, penalties, bias.
     """
+    if not use_triton(hidden):
+        return choose_ref(hidden, head, positions, sampling, tokens, ancestors)
+    if sampling.filters or sampling.repetition is not None or sampling.bias is not None:
+        logits = head_logits(hidden, head)
+        return *pick(logits, positions, sampling, tokens, ancestors), logits.sum(-1).isfinite()
+    ids, logprobs, finite = head_topk(hidden, head, None, 1, sampling, positions, strict=True)
+    return ids[..., 0], logprobs[..., 0] if sampling.wants_logprobs else None, finite
+
+
+def choose_ref(hidden, head, positions, sampling, tokens=None, ancestors=None):
+    logits = linear(hidden, head).float()
+    return *pick(logits, positions, sampling, tokens, ancestors), logits.sum(-1).isfinite()
+
+
+def pick(logits: Tensor, positions: Tensor, sampling: Sampling, tokens: Tensor | None = None,
+         ancestors: Tensor | None = None) -> tuple:
+    """`choose` from logits float [B, R, V]: (ids, logprobs). It uses no sum over the vocabulary except for top-p."""
     if sampling.all_greedy and not sampling.wants_logprobs:
         return _adjust(logits, sampling, tokens, ancestors).argmax(-1), None
     scores = _filter(_adjust(logits, sampling, tokens, ancestors).float(), sampling)
@@ -103,30 +107,6 @@ def process(logits: Tensor, sampling: Sampling, tokens: Tensor | None = None, an
     """
     scores = _filter(_adjust(logits, sampling, tokens, ancestors).float(), sampling)
     return scores - scores.logsumexp(-1, keepdim=True)
-
-
-def noised(scores: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """scores plus the noise of the token after each row; none for requests at temperature 0.
-
-    scores float32 [B, R, n]; temperature and seed [B]; positions int64 [B, R] of the rows; ids int64 [n], their target ids.
-    `choose` takes the largest; the draft takes the topk largest of its log-probabilities at the request's temperature as
-    children, so that both tend to the same token.
-    """
-    noise = gumbel(seed[:, None, None], positions[..., None] + 1, ids)
-    return torch.where(_per_row(temperature) > 0, scores + noise, scores)
-
-
-def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    """Standard Gumbel noise float32, a function of (seed, position, token) alone; int64 tensors that broadcast."""
-    low, high, position, token = (key.to(torch.int32) for key in (seed, seed >> 32, position, token))  # keeps the low 32 bits
-    key0 = _mix(_mix(_mix(low ^ _signed(0x9E3779B9)) ^ high) ^ position)
-    key1 = _mix(_mix(_mix(high ^ _signed(0xBB67AE85)) ^ low) ^ position)
-    h = _mix(_mix(token ^ key0).add_(key1))
-    small = (h >> 30) == 0
-    x = _shift(~h, 1).float().add_(0.5).mul_(2.0**-31)
-    exponent, f = _split(x)
-    f = torch.where(small, h.float().add_(0.5).mul_(-(2.0**-32)), f)
-    return _log(*_split(_log(exponent.masked_fill_(small, 0), f).neg_())).neg_()
 
 
 def _adjust(logits, sampling, tokens, ancestors):
@@ -168,33 +148,3 @@ def _filter(adjusted, sampling):
 
 def _per_row(values):
     return values[:, None, None]
-
-
-def _signed(constant):
-    """The int32 with the bits of this 32-bit constant."""
-    return constant - (1 << 32) if constant >> 31 else constant
-
-
-def _shift(x, bits):
-    """Logical shift right of an int32 tensor."""
-    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
-
-
-def _mix(x):
-    x = _shift(x, 16).bitwise_xor_(x).mul_(0x7FEB352D)
-    x = _shift(x, 15).bitwise_xor_(x).mul_(_signed(0x846CA68B))
-    return _shift(x, 16).bitwise_xor_(x)
-
-
-def _split(x):
-    """x = (1 + f) * 2**e with 1 + f from sqrt(1/2) to sqrt(2): (e int32, f float32), both exact."""
-    bits = x.view(torch.int32)
-    exponent = (bits - SQRT_HALF_BITS) >> 23
-    return exponent, (bits - (exponent << 23)).view(torch.float32).sub_(1.0)
-
-
-def _log(exponent, f):
-    value = f * Q[0]
-    for coefficient in Q[1:]:
-        value.add_(coefficient).mul_(f)
-    return value.add_(exponent.float().mul_(LOG2))

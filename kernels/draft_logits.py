@@ -1,8 +1,10 @@
 """From draft states to the children of a node: head, normalisation, keyed noise, top-k and the map to target ids."""
 import torch
 
-from minispec.kernels.choose import noised
+from minispec.kernels.head import head_topk
+from minispec.kernels.jit import use_triton
 from minispec.kernels.linear import linear
+from minispec.kernels.noise import noised
 
 
 def draft_logits(hidden, head, ids, topk, sampling, positions):
@@ -13,6 +15,11 @@ def draft_logits(hidden, head, ids, topk, sampling, positions):
     choice at that position, so that both tend to the same token; none at temperature 0); their rank in a tree is log p without noise.
     Returns target ids int64 [B, K, topk], distinct in a row, and log-probabilities fp32 [B, K, topk], at most 0, -inf for NaN.
     """
+    run = head_topk if use_triton(hidden) else draft_logits_ref
+    return run(hidden, head, ids, topk, sampling, positions)[:2]
+
+
+def draft_logits_ref(hidden, head, ids, topk, sampling, positions):
     logits = linear(hidden, head).float()
     if not sampling.all_greedy:
         logits = logits / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None, None]

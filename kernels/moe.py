@@ -1,40 +1,145 @@
-"""Mixture of experts: the router's choice, and the routed experts for few or many rows."""
+"""The routed experts for few rows, where every active expert takes all of them, and for many, sorted into blocks by expert.
+
+How a matrix [E, N, K] is stored, which the dtype of its values tells:
+    plain   values [E, N, K] in x's dtype
+    fp8     (float8_e4m3fn [E, N, K], fp32 scale [E, R, ceil(K / 128)]), one scale a tile of 128 x 128. R is ceil(N / 128), or twice
+            ceil(I / 128) for w13, whose gate and up rows were tiled apart
+    int4    (int16 [E, N, K / 4], bf16 scale [E, N, K / 32]): unit 8 g + r of a row holds q + 8 of input 32 g + 8 j + r in bits 4 j to
+            4 j + 3, so that a 32-bit register holds four pairs of neighbours in K, under one scale (weights/quant.py packs)
+"""
+import math
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
+from minispec.kernels.experts import active_list, down, up
+from minispec.kernels.jit import INTERPRET, jit, power_of_two, tl, use_triton
 from minispec.kernels.linear import linear
 
-FEW = 16     # rows up to which an expert computes all of them rather than picking its own
+FEW = 16        # rows up to which every active expert takes all of them
 
 
-def route(x, router, bias, *, scoring, topk, groups, topk_groups, group_top, normalise, scaling):
-    """Which experts each row takes, and with what weight (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; V2's softmax routing too).
+@jit
+def _order(p_ids, p_start, p_order, p_place, pairs, E: tl.constexpr, TOPK: tl.constexpr, C: tl.constexpr):
+    """Counting sort of the pairs (row, choice) by expert, one expert a program: its first place, its pairs in order of rows,
+    and for each row its places by ascending expert."""
+    e = tl.program_id(0)
+    less = 0
+    for c in range(0, pairs, C):
+        i_p = c + tl.arange(0, C)
+        less += tl.sum((tl.load(p_ids + i_p, mask=i_p < pairs, other=2**30) < e).to(tl.int32), 0)
+    tl.store(p_start + e, less)
+    if e == E - 1:
+        tl.store(p_start + E, pairs)
+    for c in range(0, pairs, C):
+        i_p = c + tl.arange(0, C)
+        mine = tl.load(p_ids + i_p, mask=i_p < pairs, other=2**30) == e
+        place = less + tl.cumsum(mine.to(tl.int32), 0) - 1
+        rank = tl.zeros((C,), tl.int32)
+        for k in range(TOPK):
+            rank += (tl.load(p_ids + i_p // TOPK * TOPK + k, mask=mine, other=2**30) < e).to(tl.int32)
+        tl.store(p_order + place, i_p, mask=mine)
+        tl.store(p_place + i_p // TOPK * TOPK + rank, place, mask=mine)
+        less += tl.sum(mine.to(tl.int32), 0)
 
-    x [N, h]; router fp32 [E, h]; bias fp32 [E] or None: it steers the selection only, never the weight. A group's score is the sum of its
-    `group_top` best experts (2 in V3, 1 in V2); outside the topk_groups best groups no expert is taken.
-    Returns ids int64 [N, topk], weights fp32 [N, topk], sum-normalised if `normalise`, times `scaling`. All in fp32.
-    """
-    scores = linear(x.float(), router)
-    scores = scores.sigmoid() if scoring == "sigmoid" else scores.softmax(-1)
-    select = scores if bias is None else scores + bias
-    if groups > 1:
-        per_group = select.unflatten(-1, (groups, -1))
-        best = per_group.topk(group_top, -1).values.sum(-1).topk(topk_groups, -1).indices
-        outside = torch.ones_like(per_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-        select = per_group.masked_fill(outside[..., None], -torch.inf).flatten(-2)
-    ids = select.topk(topk, -1).indices
-    weights = scores.gather(-1, ids)
-    if normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * scaling
+
+@jit
+def _gather(p_part, p_place, p_base, p_out, rows, H: tl.constexpr, PARTS: tl.constexpr, SORTED: tl.constexpr, BASE: tl.constexpr,
+            BH: tl.constexpr):
+    """A row's parts, summed in order: part [PARTS, rows, H], or where p_place says."""
+    i_row, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BH + tl.arange(0, BH)
+    out = tl.zeros((BH,), tl.float32)
+    for k in tl.static_range(PARTS):
+        at = tl.load(p_place + i_row * PARTS + k).to(tl.int64) if SORTED else k * rows + i_row
+        out += tl.load(p_part + at * H + i_h, mask=i_h < H, other=0.0)
+    if BASE:
+        out += tl.load(p_base + i_row * H + i_h, mask=i_h < H, other=0.0).to(tl.float32)
+    tl.store(p_out + i_row * H + i_h, out.to(p_out.dtype.element_ty), mask=i_h < H)
 
 
-def moe(x, w13, w2, ids, weights):
+class Config(NamedTuple):
+    """Of each product (BN, BK, SPLIT, stages, registers a thread or None), a warp a SPLIT; `parts` ranges of I, summed by another
+    launch. BK, SPLIT and parts set the order of sums: they never depend on the rows. The others may."""
+    up: tuple
+    down: tuple
+    parts: int = 1
+
+
+def configure(kind, hidden, inter, rows):
+    if kind == "float32":
+        return Config((16, 64, 2, 1, None), (16, 64, 2, 1, None))
+    if kind == "int4" and hidden % 512 == inter % 2048 == 0:
+        return Config((64, 128, 4, 3, None), (64, 128, 4, 3, 128 if rows > 8 else None), 4)
+    if kind == "int4" and hidden % 512 == 0:
+        return Config((32, 128, 4, 5 if rows == 1 else 3, 80 if 1 < rows <= FEW else None), (32, 128, 2, 6, None))
+    return Config((32, 64, 4, 4, None), (32, 64, 4, 4, None), 4 if inter % 1024 == 0 else 1)
+
+
+def moe(x, w13, w2, ids, weights, base=None, config=None):
     """sum over a row's experts of weight * down(silu(gate x) * up x).
 
-    x [N, h]; w13 [E, 2I, h], gate rows first; w2 [E, h, I]; ids, weights [N, k]. Returns fp32 [N, h]. Experts are summed in ascending
-    order, so the result does not depend on the order in which top-k returned them.
+    x [N, h]; w13 [E, 2I, h], gate rows first; w2 [E, h, I], both stored in one of the forms above; ids int64, weights fp32 [N, k]; all
+    contiguous. Returns fp32 [N, h], or with base [N, h] that plus the sum, in base's dtype. Experts are summed in ascending order, so the
+    result does not depend on the order in which top-k returned them, and up to FEW rows not on the other rows.
     """
+    if not use_triton(x):
+        return moe_ref(x, w13, w2, ids, weights, base)
+    (v13, s13), (v2, s2) = (w if isinstance(w, tuple) else (w, w) for w in (w13, w2))
+    (rows, hidden), topk, experts, inter = x.shape, ids.shape[1], v13.shape[0], v13.shape[1] // 2
+    kind = {torch.int16: "int4", torch.float8_e4m3fn: "fp8"}.get(v13.dtype, "plain")
+    out = torch.empty_like(base) if base is not None else x.new_empty(x.shape, dtype=torch.float32)
+    if not rows:
+        return out
+    config = config or configure("float32" if x.dtype == torch.float32 else kind, hidden, inter, rows)
+    (bn, bk, split, stages, registers), (bn2, bk2, split2, stages2, registers2), parts = config
+    pairs, many, all_rows = rows * topk, rows > FEW, 8 if rows <= 8 else 16
+    block, block2 = (32 if pairs > 16 * experts else 16,) * 2 if many else (8, all_rows)
+    slots = min(pairs, pairs // block + min(experts, pairs)) if many else min(pairs, experts)
+    parts = topk if many else math.gcd(parts, -(-inter // (split2 * bk2)))
+    h = x.new_empty(pairs if many else slots * rows, inter)
+    active = start = order = x.new_empty(experts + 1 if many else slots + 1, dtype=torch.int32)
+    last = out if parts == 1 and not many else x.new_empty(parts * rows, hidden, dtype=torch.float32)
+    dot = tl.float32 if INTERPRET else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x.dtype, tl.float32)
+    common = dict(H=hidden, I=inter, E=experts, EP=power_of_two(experts), SORTED=many, KIND=kind, ASM=dot == tl.bfloat16, DOT=dot,
+                  UNIT=2.0**24 if kind == "int4" and dot == tl.bfloat16 else 1.0)
+    if many:
+        order, place = x.new_empty(pairs, dtype=torch.int32), x.new_empty(pairs, dtype=torch.int32)
+        _order[experts,](ids, start, order, place, pairs, E=experts, TOPK=topk, C=1024)
+    else:
+        taken = x.new_empty(slots, all_rows, dtype=torch.float32)
+        active_list[slots,](ids, weights, active, taken, rows, TOPK=topk, KP=power_of_two(topk), P=power_of_two(pairs), ROWS=all_rows)
+    halves = 1 if many else all_rows // block
+    up[slots * halves * -(-2 * inter // bn),](
+        x, weights if many else taken, v13, s13, h, active, start, order, rows, slots, TOPK=topk, ROWS=all_rows, BM=block,
+        BN=bn, BK=bk, SPLIT=split, num_warps=split, num_stages=stages, maxnreg=None if block == 32 else registers, **common)
+    down[(slots if many else parts) * -(-hidden // bn2),](
+        h, v2, s2, base, last, active, start, rows, slots, BASE=base is not None and last is out, PARTS=1 if many else parts,
+        BM=block2, BN=bn2, BK=bk2, SPLIT=split2, num_warps=split2, num_stages=stages2,
+        maxnreg=None if block == 32 else registers2, **common)
+    if last is not out:
+        _gather[rows, -(-hidden // 1024)](last, place if many else active, base, out, rows, H=hidden, PARTS=parts, SORTED=many,
+                                          BASE=base is not None, BH=1024)
+    return out
+
+
+def dequantize(w, dtype, parts=1):
+    """A stored matrix as [E, N, K] of `dtype`; fp8 rows in `parts` that were tiled apart."""
+    if not isinstance(w, tuple):
+        return w.to(dtype)
+    values, scale = w[0], w[1].float()
+    if values.dtype != torch.int16:
+        n, k = values.shape[1:]
+        full = scale.repeat_interleave(128, 2)[..., :k].unflatten(1, (parts, -1)).repeat_interleave(128, 2)[:, :, :n // parts]
+        return (values.float() * full.flatten(1, 2)).to(dtype)
+    units = values.unflatten(-1, (-1, 1, 8)).int()                                                     # [E, N, group, 1, 8]
+    quants = ((units >> torch.arange(0, 16, 4, device=units.device)[:, None]) & 15) - 8                # [E, N, group, 4, 8]
+    return (quants.flatten(-2) * scale[..., None]).flatten(-2).to(dtype)
+
+
+def moe_ref(x, w13, w2, ids, weights, base=None, config=None):
+    """The same in PyTorch."""
+    w13, w2 = dequantize(w13, x.dtype, 2), dequantize(w2, x.dtype)
     experts, rows = w2.shape[0], x.shape[0]
     dense = weights.new_zeros(rows, experts).scatter_(1, ids, weights)                                 # [N, E]
     active = sorted(set(ids.flatten().tolist()))
@@ -44,8 +149,7 @@ def moe(x, w13, w2, ids, weights):
             taken = dense[:, e].nonzero().flatten()
             gate, up = linear(x[taken], w13[e]).chunk(2, -1)
             out[taken] += linear(F.silu(gate).mul_(up), w2[e]).float() * dense[taken, e, None]
-        return out
-    # few rows: every expert in use computes all of them, and the weight is zero where a row did not ask
+        return out if base is None else (base + out).to(base.dtype)
     if whole := 2 * len(active) >= experts and rows > 1:
         # most experts wanted: all of them as two products (w2 lies in memory as [E, I, h]); on the CPU 2.4 times as fast at 7 rows
         both = linear(x, w13.flatten(0, 1)).unflatten(1, (experts, -1))                                # [N, E, 2I]
@@ -53,6 +157,6 @@ def moe(x, w13, w2, ids, weights):
         both, dense = torch.stack([linear(x, w13[e]) for e in active], 1), dense[:, active]
     gate, up = both.chunk(2, -1)
     inner = (F.silu(gate) * dense[..., None] * up).to(x.dtype)      # fp32 from the weight on: fp16 could make inf, and inf * 0 is NaN
-    if whole:
-        return linear(inner.flatten(1), w2.mT.flatten(0, 1).T).float()
-    return torch.stack([linear(part, w2[e]) for part, e in zip(inner.unbind(1), active)]).sum(0, dtype=torch.float32)
+    out = (linear(inner.flatten(1), w2.mT.flatten(0, 1).T).float() if whole else
+           torch.stack([linear(part, w2[e]) for part, e in zip(inner.unbind(1), active)]).sum(0, dtype=torch.float32))
+    return out if base is None else (base + out).to(base.dtype)

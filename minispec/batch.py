@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import torch
 
 from minispec.kernels.choose import Sampling
-from minispec.kernels.tree_attention import View
+from minispec.kernels.view import View
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Batch:
 
     table int64 [B, pages] page ids; length int64 [B] tokens with target KV; pending int64 [B] the root: true, but without KV;
     room int64 [B] tokens that the context still holds; seats int64 [B] rows of the hidden buffer; on the host: longest, the greatest
-    length, and unread, the greatest number of states that wait in the hidden buffer.
+    length, and unread, the greatest number of states that wait in the hidden buffer; exact: the target's rows ask for View.exact.
     """
     table: torch.Tensor
     page_size: int
@@ -33,23 +33,24 @@ class Batch:
     longest: int
     unread: int
     sampling: Sampling | None
+    exact: bool = False
 
     def slots(self, index, valid=None):
         """Cache index of a request [B, R] -> slot; where not valid the dump slot 0."""
         slots = self.table.gather(1, index // self.page_size) * self.page_size + index % self.page_size
         return slots if valid is None else torch.where(valid, slots, 0)
 
-    def rows(self, tokens, positions, index, *, prefix, words, valid=None, extent):
+    def rows(self, tokens, positions, index, *, prefix, words, valid=None, extent, exact=False):
         """Rows that write at cache `index`, see `prefix` entries and the ancestors in `words` (bit j = entry length + j)."""
-        view = View(self.table, self.page_size, prefix, self.length, words, extent)
+        view = View(self.table, self.page_size, prefix, self.length, words, extent, exact)
         return Rows(tokens, positions, self.slots(index, valid), view)
 
 
 class Assembler:
     """Makes the Batch of a step from its requests; the page table and the sampling tensors are kept while the requests stay the same."""
 
-    def __init__(self, page_size, max_length, vocab, device):
-        self.page_size, self.max_length, self.vocab, self.device = page_size, max_length, vocab, device
+    def __init__(self, page_size, max_length, vocab, device, exact=False):
+        self.page_size, self.max_length, self.vocab, self.device, self.exact = page_size, max_length, vocab, device, exact
         self.requests = self.table = self.sampling = None
 
     def __call__(self, requests):
@@ -66,7 +67,7 @@ class Assembler:
     def batch(self, table, length, pending, seats, unread, sampling):
         """The lists hold one int a request."""
         state = self.tensor([length, pending, [self.max_length - 1 - n for n in length], seats])
-        return Batch(table, self.page_size, *state, max(length), max(unread), sampling)
+        return Batch(table, self.page_size, *state, max(length), max(unread), sampling, self.exact)
 
     def tensor(self, values):
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -64,20 +64,16 @@ def copy_bandwidth(device, size=1 << 28):
 def target_bytes(engine, rows):
     """Weight bytes that a forward over `rows` rows reads: everything once but the embedding, and of E routed experts, k a row,
     the E * (1 - (1 - k / E) ** rows) distinct ones that independent uniform routing expects (real rows share more)."""
-    config, total = engine.target_config, 0.0
-    for name, tensor in engine.target.parameters.items():
-        if name.endswith((".w13", ".w2")):
-            total += tensor.nbytes * (1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows)
-        elif name != "embed":
-            total += tensor.nbytes
-    return total
+    config, parameters = engine.target_config, engine.target.parameters
+    routed = sum(tensor.nbytes for name, tensor in parameters.items() if name.removesuffix("_scale").endswith((".w13", ".w2")))
+    share = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows if routed else 0
+    return sum(tensor.nbytes for name, tensor in parameters.items() if name != "embed") - routed * (1 - share)
 
 
 def draft_bytes(engine):
     """Weight bytes that a draft forward reads: all but the embedding; the head is the target's where the draft has none."""
-    parameters = engine.draft.parameters
-    head = parameters["head"] if "head" in parameters else engine.target.parameters["head"]
-    return head.nbytes + sum(tensor.nbytes for name, tensor in parameters.items() if name not in ("embed", "head"))
+    parameters = {"head": engine.target.head, **engine.draft.parameters}
+    return sum(tensor.nbytes for name, tensor in parameters.items() if name != "embed")
 
 
 def timed(engine, prompt, params):
@@ -99,8 +95,8 @@ def difference(engine, prompt_ids, plain, other):
     return {"at": at, "plain": plain[at:at + 1], "other": other[at:at + 1], "gap": first - second, "tie": first - second < tie}
 
 
-def spread(values, digits=3):
-    return {name: round(quantile(values, q), digits) for name, q in (("median", 0.5), ("p10", 0.1), ("p90", 0.9))}
+def spread(values):
+    return {name: round(quantile(values, q), 3) for name, q in (("median", 0.5), ("p10", 0.1), ("p90", 0.9))}
 
 
 def ceiling(engine, acceptance, say):

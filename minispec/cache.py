@@ -1,6 +1,8 @@
 """The paged KV cache of one model, and the move that makes an accepted path permanent."""
 import torch
 
+from minispec.kernels.accept import move
+
 
 class Cache:
     """data [layers, slots, KV heads, width]. Slots belong to pages, pages to requests (pages.py); page 0 is nobody's: a dump for padding.
@@ -19,9 +21,5 @@ class Cache:
 
     def commit(self, batch, path):
         """Move the KV of the accepted rows, in path order, to the cache indices length, length + 1, ... A chain is already there."""
-        if path.straight:
-            return
-        to = torch.arange(path.rows.shape[1], device=path.rows.device).expand_as(path.rows)
-        kept = to < path.count[:, None]
-        source = batch.slots(batch.length[:, None] + path.rows, kept)
-        self.data[:, batch.slots(batch.length[:, None] + to, kept)] = self.data[:, source]
+        if not path.straight:
+            move(self.data, batch.table, batch.page_size, batch.length, path.rows, path.count)

@@ -29,14 +29,14 @@ def given(options):
 
 
 class Progress:
-    """A line about loading every two seconds."""
+    """A line about loading and capturing every two seconds."""
 
     def __init__(self):
         self.last = perf_counter()
 
-    def __call__(self, done, total):
+    def __call__(self, done, total, what):
         if perf_counter() - self.last > 2:
-            note(f"{done} of {total} tensors read")
+            note(f"{done} of {total} {what}")
             self.last = perf_counter()
 
 
@@ -56,21 +56,19 @@ def open_engine(**options):
 
 def read_prompts(texts, files, ids):
     """Prompts in the order texts, files, ids. A prompt `-` is standard input, read once, kept to the byte."""
-    prompts = []
     if texts.count("-") > 1:
         raise MinispecError("--prompt - is given twice, but standard input can be read once")
     if "-" in texts and sys.stdin is None:
         raise MinispecError("--prompt -: standard input is closed; give it a text")
     if "-" in texts and sys.stdin.isatty():
         note("reading the prompt from standard input; end it with Ctrl-D")
-    for text in texts:
-        prompts.append(decoded(sys.stdin.buffer.read(), "--prompt -") if text == "-" else decoded(os.fsencode(text), "--prompt"))
+    prompts = [decoded(sys.stdin.buffer.read(), "--prompt -") if text == "-" else decoded(os.fsencode(text), "--prompt") for text in texts]
     for file in files:
         try:
             prompts.append(decoded(Path(file).read_bytes(), file))
         except OSError as error:
             raise MinispecError(f"--prompt-file {file}: {error.strerror}; give a readable text file") from error
-    prompts += [list(x) for x in ids]
+    prompts += map(list, ids)
     if not prompts or not all(prompts):
         what = f"prompt {prompts.index('') + 1} is empty" if prompts else "no prompt"
         raise MinispecError(f"{what}; give --prompt TEXT, --prompt - for standard input, or --prompt-file FILE")
@@ -115,11 +113,8 @@ def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
     if options["logprobs"] and not as_json:
         raise click.UsageError("--logprobs has no place in the text: add --json")
     prompts = read_prompts(texts, files, ids)
-    names = SamplingParams.__dataclass_fields__
-    chosen = given({name: options.pop(name) for name in list(options) if name in names})
-    if "logit_bias" in chosen:
-        chosen["logit_bias"] = dict(chosen["logit_bias"])
-    params = SamplingParams(**chosen)
+    chosen = given({name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__})
+    params = SamplingParams(**chosen | ({"logit_bias": dict(chosen["logit_bias"])} if "logit_bias" in chosen else {}))
     with open_engine(**options) as engine:
         inputs = [chat_ids(engine, prompt) for prompt in prompts] if chat else prompts
         if engine.tokenizer and engine.tokenizer.has_template and not chat:
@@ -223,11 +218,9 @@ def main():
         if sys.stdout is None:
             raise MinispecError("standard output is closed; give it a place")
         status = commands(prog_name="minispec", standalone_mode=False)
-    except click.ClickException as error:
-        note("error: " + " ".join(error.format_message().split()))
-        status = 2
-    except MinispecError as error:
-        note("error: " + " ".join(str(error).split()))
+    except (click.ClickException, MinispecError) as error:
+        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        note("error: " + " ".join(text.split()))
         status = 2
     except BrokenPipeError:         # whoever read the output has seen enough
         status = 1

@@ -60,9 +60,9 @@ def size(count):
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def weight_bytes(shapes, dtype):
+def weight_bytes(shapes, dtype, dtypes={}):
     """Bytes of parameters with these shapes. fp32 where layers.allocate keeps it is a rounding error here."""
-    return sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+    return sum(torch.Size(shape).numel() * dtypes.get(name, dtype).itemsize for name, shape in shapes.items())
 
 
 def plan(free, weights, token, batch, length, context, scratch):

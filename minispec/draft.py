@@ -86,7 +86,7 @@ class Draft:
         recycled survives a round. Their ancestry lives in the words: bit t of a word = cache entry length + t.
         """
         q, residual, rows = self.extend(batch, cache, *unread)
-        last = (unread[2] - 1)[:, None]
+        last = (unread[2] - 1).clamp(min=0)[:, None]      # an idle place of a captured round has none
         normed, recycled = self.attend(q.take_along_dim(last[..., None, None], 1), residual.take_along_dim(last[..., None], 1),
                                        rows.view.only(last), cache)
         tokens, logp = self.children(normed, batch, 1, shape)
@@ -104,7 +104,7 @@ class Draft:
             normed, recycled = self.attend(*self.project(recycled, rows, cache), rows.view, cache)
             tokens, logp = self.children(normed, batch, depth, shape)
             scores = (scores[..., None] + logp).flatten(1)
-            base = pool.append(tokens.flatten(1), scores, frontier.repeat_interleave(shape.topk, 1), depth)
+            base = pool.append(tokens.flatten(1), scores, frontier[..., None].expand(-1, -1, shape.topk).flatten(1), depth)
             scores, best = scores.topk(shape.topk, -1)
             parent = best // shape.topk
             frontier, words = base + best, words.gather(1, parent)

@@ -13,6 +13,7 @@ from minispec.config import TargetConfig, layer_inputs
 from minispec.device import available, plan, resolve_device, resolve_dtype, size, weight_bytes
 from minispec.draft import Draft, kv_shape
 from minispec.errors import MinispecError
+from minispec.graphs import Graphs
 from minispec.hidden import HiddenBuffer
 from minispec.pages import Pages
 from minispec.params import SamplingParams
@@ -24,6 +25,7 @@ from minispec.text import Decoder
 from minispec.tokenizer import Tokenizer, stop_ids
 from minispec.weights import load
 from minispec.weights.draft import load_draft, open_draft
+from minispec.weights.packed import keep_packed
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,14 @@ class Engine:
     topk: children tried per node; nodes: draft tokens verified a round (default draft_steps). max_batch: requests at once;
     max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a
     forward; capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py);
-    latent_norm_eps: 1e-6 or "config". progress(done, total): called as tensors are read. Bad input raises MinispecError.
+    latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's logits have the
+    same bits in any company. progress(done, total, what): called as tensors are read and rounds captured. Bad input raises MinispecError.
     """
 
     def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=1,
                  max_batch=8, max_length=None, chunk=256, page_size=16, capture=None, capture_convention=None, d2t=None,
-                 latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None, norm_output=None, progress=None):
+                 latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None, norm_output=None,
+                 cuda_graphs=True, exact=False, progress=None):
         if tensor_parallel != 1:
             raise MinispecError(f"tensor_parallel={tensor_parallel!r}: this version runs on one device; leave it at 1")
         for name, value, most in (("max_batch", max_batch, 1024), ("chunk", chunk, 2**16), ("page_size", page_size, 2**12),
@@ -67,6 +71,9 @@ class Engine:
         shape = Shape(draft_steps, topk, nodes)
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
+        if exact and self.device.type == "cpu":
+            raise MinispecError("exact=True is about the kernels on CUDA; on the CPU give dtype float32 and leave it out")
+        self.cuda_graphs, self.exact = cuda_graphs, exact
         target = Path(load.DEFAULT / "target" if target is None else target)
         config = self.target_config = TargetConfig.read(target, latent_norm_eps)
         self.tokenizer = Tokenizer.load(target, config.vocab_size)
@@ -80,15 +87,17 @@ class Engine:
             if shape.steps and topk > found.config.draft_vocab_size:
                 raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")
         self.draft_config, self.shape, self.chunk, self.max_batch = found and found.config, shape, chunk, max_batch
-        self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}"]
-        self.report.append(f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None")
-        self.report += [f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items()]
+        self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}",
+                       f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None",
+                       *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items())]
         self._load(target, found, max_length, page_size, progress)
 
     def _load(self, target, found, max_length, page_size, progress):
-        """Ask what fits, allocate, fill from the files."""
+        """Ask what fits, allocate, fill from the files, capture."""
         config, shape, account = self.target_config, self.shape, load.open_target(target, self.target_config)
-        weights = weight_bytes(account.shapes | ({f"draft.{name}": size for name, size in found.shapes.items()} if found else {}), self.dtype)
+        account = keep_packed(account) if self.device.type == "cuda" else account
+        draft = {f"draft.{name}": size for name, size in found.shapes.items()} if found else {}
+        weights = weight_bytes(account.shapes | draft, self.dtype, account.dtypes)
         rotary = 8 * config.max_position_embeddings * (config.rope.dim + (found.config.rope.dim if found else 0))
         hidden = self.max_batch * (shape.nodes + 1) * len(self.capture) * config.hidden_size * self.dtype.itemsize
         latent = config.kv_lora_rank + config.qk_rope_head_dim
@@ -97,7 +106,7 @@ class Engine:
         self.max_length, tokens, reason = plan(available(self.device) - rotary - hidden, weights, token, self.max_batch, max_length,
                                                config.max_position_embeddings, shape.scratch + page_size)
         reach = self.max_length + shape.scratch
-        self.target = Target(config, account.shapes, self.dtype, self.device, reach)
+        self.target = Target(config, account.shapes, self.dtype, self.device, reach, account.dtypes)
         self.report += load.fill(account, self.target.parameters, progress).lines
         self.draft, draft_cache = None, None
         self.pages = Pages(1 + -(-tokens // page_size), page_size)
@@ -113,10 +122,13 @@ class Engine:
         target_cache = Cache(config.num_hidden_layers, slots, 1, latent, self.dtype, self.device)
         self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, draft_cache, self.hidden, shape)
         self.scheduler = Scheduler(self.pages, self.max_batch, self.chunk, shape.scratch)
-        self.assemble = Assembler(page_size, self.max_length, config.vocab_size, self.device)
+        self.assemble = Assembler(page_size, self.max_length, config.vocab_size, self.device, self.exact)
         self._inbox, self.closed = {}, False
         self.report.append(f"max_length {self.max_length} ({reason}); caches hold {slots - page_size} tokens, {token} bytes each, "
                            f"{size(slots * token)}; weights {size(weights)}")
+        self.graphs = Graphs(self) if self.cuda_graphs and self.device.type == "cuda" else None
+        if self.graphs:
+            self.graphs.warm(progress)
 
     @property
     def draft_steps(self):
@@ -129,7 +141,7 @@ class Engine:
         engine.shape, engine.draft = Shape(0), None
         engine.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, engine.shape)
         engine.scheduler = Scheduler(self.pages, self.max_batch, self.chunk, engine.shape.scratch)
-        engine.assemble, engine._inbox = copy(self.assemble), {}
+        engine.assemble, engine._inbox, engine.graphs = copy(self.assemble), {}, self.graphs and Graphs(engine)
         return engine
 
     def generate(self, prompts, params=None):
@@ -167,7 +179,7 @@ class Engine:
     def close(self):
         """Frees weights and caches. A closed engine refuses to work."""
         self.closed = True
-        self.target = self.draft = self.hidden = self.speculator = None
+        self.target = self.draft = self.hidden = self.speculator = self.graphs = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -256,19 +268,12 @@ class Engine:
         if kind == "prefill":
             request, start, stop = what
             more = request.prompt_ids[stop] if stop < len(request.prompt_ids) else None
-            batch = self.assemble([request])
-            path = self.speculator.prefill(batch, self.assemble.tensor([request.prompt_ids[start:stop]]), more)
+            path = self.speculator.prefill(self.assemble([request]), self.assemble.tensor([request.prompt_ids[start:stop]]), more)
             request.length, request.draft_length = stop, stop - (more is None)
-            done = [request] if path else []
+            done, emitted, logprobs = ([request], *path.read()) if path else ([], [], [])
         else:
             done = what[0]
-            path = self.speculator.round(self.assemble(done))
-            for request in done:
-                request.draft_length = request.length
-        if not done:
-            return
-        emitted = torch.cat([path.count[:, None], path.tokens], 1).tolist()      # the one look of the host at a round
-        logprobs = path.logprobs.tolist() if path.logprobs is not None else [None] * len(done)
+            emitted, logprobs = self._round(done)
         for request, (count, *tokens), logs in zip(done, emitted, logprobs):
             # an error waits in the inbox too: the stream that ran this step may be another's, and its own requests go on
             event = request.take(tokens[:count], logs and logs[:count]) if count else MinispecError(
@@ -277,3 +282,13 @@ class Engine:
             self._inbox[id(request)].append(event)
             if request.finish_reason or not count:
                 self.scheduler.finish(request)
+
+    def _round(self, requests):
+        """One round: [count, tokens ...] of each request, and its log-probabilities or None."""
+        if self.graphs and all(map(self.graphs.fits, requests)):
+            found = self.graphs(requests), [None] * len(requests)
+        else:
+            found = self.speculator.round(self.assemble(requests)).read()
+        for request in requests:
+            request.draft_length = request.length
+        return found

@@ -17,9 +17,9 @@ class HiddenBuffer:
     def __init__(self, seats, capacity, capture, hidden, dtype, device):
         self.parts = [(f"input of layer {i}", i) for i in capture]
         self.hidden = hidden
-        self.states = torch.zeros(seats, capacity, len(capture) * hidden, dtype=dtype, device=device)
-        self.next = torch.zeros(seats, capacity, dtype=torch.int64, device=device)
-        self.count = torch.zeros(seats, dtype=torch.int64, device=device)
+        self.states = torch.zeros(seats + 1, capacity, len(capture) * hidden, dtype=dtype, device=device)
+        self.next = torch.zeros(seats + 1, capacity, dtype=torch.int64, device=device)
+        self.count = torch.zeros(seats + 1, dtype=torch.int64, device=device)
 
     def put(self, batch, states, path):
         """Keep the states of an accepted path: states [B, R, A * hidden] of a forward's rows, path.tokens the token after each."""

@@ -1,6 +1,7 @@
 """`minispec inspect`: what a checkpoint holds and how it is read, from configs and headers alone; no weight is loaded."""
 import math
 import re
+from collections import Counter
 from dataclasses import asdict
 from textwrap import wrap
 
@@ -41,24 +42,17 @@ def describe(directory=None, target=None, draft=None, latent_norm_eps=None, **di
 
 
 def describe_target(folder, config):
-    plan = open_target(folder, config)
-    tokenizer = Tokenizer.load(folder, config.vocab_size)
-    kv = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    plan, tokenizer = open_target(folder, config), Tokenizer.load(folder, config.vocab_size)
     moe = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
     return {
         "folder": folder,
-        "model": {name: getattr(config, name) for name in (
-            "num_hidden_layers", "hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
-            "qk_rope_head_dim", "v_head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings")},
-        "experts": {"layers": moe, **{name: getattr(config, name) for name in (
-            "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "scoring_func", "topk_method", "n_group", "topk_group",
-            "norm_topk_prob", "routed_scaling_factor")}} if moe else None,
-        "norms": {"rms_norm_eps": config.rms_norm_eps, "latent_norm_eps": config.latent_norm_eps},
+        "model": chosen(config, "num_hidden_layers hidden_size num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim "
+                                "qk_rope_head_dim v_head_dim vocab_size max_position_embeddings tie_word_embeddings"),
+        "experts": {"layers": moe, **chosen(config, "n_routed_experts num_experts_per_tok n_shared_experts scoring_func topk_method "
+                                                    "n_group topk_group norm_topk_prob routed_scaling_factor")} if moe else None,
+        "norms": chosen(config, "rms_norm_eps latent_norm_eps"),
         "rope": describe_rope(config.rope),
-        "read_as": plan.report.lines,
-        "tensors": grouped(plan.report.tensors),
-        "bytes": sizes(plan),
-        "kv_bytes_per_token": {name: kv * width for name, width in WIDTHS.items()},
+        **account(plan, config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)),
         "stop_ids": {str(token): origin for token, origin in stop_ids(folder, config.vocab_size, tokenizer).items()},
         "tokenizer": None if tokenizer is None else {"kind": type(tokenizer).__name__, "chat_template": tokenizer.has_template},
     }
@@ -67,28 +61,33 @@ def describe_target(folder, config):
 def describe_draft(folder, config, dialect, eps):
     overrides = {name: dialect.pop(name) for name in list(dialect) if name not in ("capture", "capture_convention", "d2t")}
     plan = open_draft(folder, config, latent_norm_eps=eps, overrides=overrides, **dialect)
-    c, names = plan.config, list(plan.checkpoint.tensors)
-    kv = math.prod(kv_shape(c))
-    ids = plan.d2t
+    c, ids = plan.config, plan.d2t
+    layers = {match[0] + "*" for name in plan.checkpoint.tensors if (match := re.match(r"(model\.)?(midlayer|layers\.\d+)\.", name))}
     return {
         "folder": folder,
-        "dialect": {"config": family(Fields.read(folder)), "layer_names": layer_names(names)},
-        "model": {name: getattr(c, name) for name in (
-            "hidden_size", "target_hidden_size", "attention", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm",
-            "q_lora_rank", "kv_lora_rank", "intermediate_size", "max_position_embeddings", "rms_norm_eps")},
+        "dialect": {"config": family(Fields.read(folder)), "layer_names": sorted(layers)},
+        "model": chosen(c, "hidden_size target_hidden_size attention num_attention_heads num_key_value_heads head_dim qk_norm "
+                           "q_lora_rank kv_lora_rank intermediate_size max_position_embeddings rms_norm_eps"),
         "capture": {"inputs_of_layers": list(c.capture), "outputs_of_layers": [i - 1 if i else "embedding" for i in c.capture],
                     "reason": c.capture_reason},
         "vocabulary": {"draft_ids": c.draft_vocab_size, "target_ids": c.vocab_size, "mapped": ids is not None,
                        "ascending": None if ids is None else bool((ids[1:] > ids[:-1]).all()),
                        "highest_target_id": c.vocab_size - 1 if ids is None else int(ids.max())},
         "own": {name: name in plan.own for name in ("embed", "head")},
-        "flags": {name: getattr(c, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
+        "flags": chosen(c, "norm_before_residual norm_before_fc fc_norm norm_output"),
         "rope": describe_rope(c.rope),
-        "read_as": plan.report.lines,
-        "tensors": grouped(plan.report.tensors),
-        "bytes": sizes(plan),
-        "kv_bytes_per_token": {name: kv * width for name, width in WIDTHS.items()},
+        **account(plan, math.prod(kv_shape(c))),
     }
+
+
+def chosen(config, names):
+    return {name: getattr(config, name) for name in names.split()}
+
+
+def account(plan, kv):
+    """What target and draft share; kv: cached values a token."""
+    return {"read_as": plan.report.lines, "tensors": grouped(plan.report.tensors), "bytes": sizes(plan),
+            "kv_bytes_per_token": {name: kv * width for name, width in WIDTHS.items()}}
 
 
 def family(fields):
@@ -101,11 +100,6 @@ def family(fields):
     return "SpecForge or TorchSpec (eagle_config)" if eagle else "SafeAILab"
 
 
-def layer_names(names):
-    found = {match[0] for name in names if (match := re.match(r"(model\.)?(midlayer|layers\.\d+)\.", name))}
-    return [name + "*" for name in sorted(found)]
-
-
 def describe_rope(rope):
     always = ("dim", "theta", "style", "kind")
     kept = {name: value for name, value in asdict(rope).items() if rope.kind != "default" or name in always}
@@ -114,11 +108,9 @@ def describe_rope(rope):
 
 def grouped(tensors):
     """[{tensors, state, count}]: names that differ in numbers only are one line."""
-    groups = {}
-    for name, state in tensors.items():
-        star = lambda text: re.sub(r"(?<![A-Za-z\d])\d+(?![A-Za-z\d])", "*", text)                          # noqa: E731
-        key = star(name), star(state) if state.startswith("consumed") else state
-        groups[key] = groups.get(key, 0) + 1
+    def star(text):
+        return re.sub(r"(?<![A-Za-z\d])\d+(?![A-Za-z\d])", "*", text)
+    groups = Counter((star(name), star(state) if state.startswith("consumed") else state) for name, state in tensors.items())
     return [{"tensors": name, "state": state, "count": count} for (name, state), count in groups.items()]
 
 
@@ -147,11 +139,9 @@ def render(found):
 def lines_of(facts):
     for name, value in facts.items():
         title = name.replace("_", " ")
-        if name == "read_as":
-            yield from [f"  {title}"] + [f"    {line}" for line in value]
-        elif name == "tensors":
+        if isinstance(value, list):                  # read_as, tensors
             yield f"  {title}"
-            yield from (f"    {group['count']:>6}  {group['tensors']}  {group['state']}" for group in value)
+            yield from (f"    {x['count']:>6}  {x['tensors']}  {x['state']}" if isinstance(x, dict) else f"    {x}" for x in value)
         elif name == "bytes":
             yield f"  {title:<26}{'in the file':>16}" + "".join(f"{dtype:>16}" for dtype in WIDTHS)
             total = {column: sum(part[column] for part in value.values()) for column in ("file", *WIDTHS)}

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from minispec.kernels.linear import linear
+from minispec.kernels.linear import linear, rowwise
 from minispec.kernels.tree_attention import tree_attention
 
 
@@ -56,21 +56,24 @@ def mla_project(p: SimpleNamespace, x, cache, rows, angles, config, rotary):
     score = scale * (UK^T q_nope . c + q_rope . k_rope): the per-head key projection UK moves from the cache to the query.
     """
     heads, nope, rope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
-    q, latent, k_rope = linear(x, p.qkv_a).split([p.qkv_a.shape[0] - rank - rope, rank, rope], -1)
+    exact = rows.view.exact
+    q, latent, k_rope = rowwise(lambda x: linear(x, p.qkv_a), x, exact).split([p.qkv_a.shape[0] - rank - rope, rank, rope], -1)
     if config.q_lora_rank:
-        q = linear(rms_norm(q, p.q_norm, config.latent_norm_eps), p.q_b)
+        q = rowwise(lambda q: linear(q, p.q_b), rms_norm(q, p.q_norm, config.latent_norm_eps), exact)
     q_nope, q_rope = q.unflatten(-1, (heads, nope + rope)).split([nope, rope], -1)
     latent = rms_norm(latent, p.kv_norm, config.latent_norm_eps).unsqueeze(2)
     cache[rows.slots] = torch.cat([latent, rotary(k_rope.unsqueeze(2), angles)], -1)
-    q_latent = torch.matmul(q_nope.transpose(1, 2), p.kv_b[:, :nope]).transpose(1, 2)                  # [B, R, H, rank]
+    q_latent = rowwise(lambda q: torch.matmul(q.transpose(1, 2), p.kv_b[:, :nope]).transpose(1, 2), q_nope, exact)     # [B, R, H, rank]
     return torch.cat([q_latent, rotary(q_rope, angles)], -1)
 
 
 def mla_attend(p: SimpleNamespace, q, cache, view, config):
     """q [B, R, H, kv_lora + rope] -> [B, R, hidden]: the value of a cached token is its latent, lifted per head by UV after the sum."""
     out = tree_attention(q, cache, view, config.softmax_scale, slice(0, config.kv_lora_rank))
-    out = torch.matmul(out.transpose(1, 2), p.kv_b[:, config.qk_nope_head_dim:].transpose(1, 2))       # [B, H, R, v]
-    return linear(out.transpose(1, 2).flatten(2), p.o)
+    def lift(out):
+        out = torch.matmul(out.transpose(1, 2), p.kv_b[:, config.qk_nope_head_dim:].transpose(1, 2))   # [B, H, R, v]
+        return linear(out.transpose(1, 2).flatten(2), p.o)
+    return rowwise(lift, out, view.exact)
 
 
 def namespaces(parameters, count):
@@ -84,13 +87,16 @@ def namespaces(parameters, count):
     return layers
 
 
-def allocate(shapes, dtype, device):
+def allocate(shapes, dtype, device, dtypes={}):
     """name -> shape into name -> tensor of NaN, so that a parameter no file filled cannot pass for a value; the router's in fp32.
 
+    dtypes: of those that stay as the file stores them (weights/packed.py); NaN where that dtype has one, else 0.
     On the CPU a matrix [out, in] lies in memory as [in, out], which oneDNN reads faster (1.3x at [384, 384]); the heads, wide, do not.
     """
     def tensor(name, shape):
-        kind = torch.float32 if name.endswith((".router", ".bias")) else dtype
+        kind = dtypes.get(name, torch.float32 if name.endswith((".router", ".bias")) else dtype)
+        if name in dtypes:
+            return torch.full(shape, float("nan") if kind.is_floating_point and kind.itemsize > 1 else 0, dtype=kind, device=device)
         if device.type == "cpu" and len(shape) > 1 and not name.endswith(("embed", "head", "w13", "kv_b")):
             return torch.full((*shape[:-2], shape[-1], shape[-2]), float("nan"), dtype=kind).mT
         return torch.full(shape, float("nan"), dtype=kind, device=device)

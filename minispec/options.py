@@ -27,12 +27,10 @@ EPS = Parsed("NUMBER|config", lambda text: text if text == "config" else float(t
 
 def stacked(*options):
     """One decorator of several, in the order in which --help shall show them."""
-
     def decorate(command):
         for option in reversed(options):
             command = option(command)
         return command
-
     return decorate
 
 
@@ -62,6 +60,8 @@ ENGINE = (
                  help="auto (default) is float32 on CPU and bfloat16 on CUDA."),
     click.option("--max-length", type=int, help="Tokens a request may hold, prompt included; default: the target's context."),
     click.option("--max-batch", type=int, help="Requests that run at once."),
+    click.option("--cuda-graphs/--no-cuda-graphs", default=None, help="On CUDA a round is one captured graph, the default; the ids are the same."),
+    click.option("--exact", is_flag=True, default=None, help="On CUDA, logits whose bits do not depend on the other rows; slower."),
     *DIALECT,
 )
 SAMPLING = (

@@ -19,7 +19,7 @@ class Printer:
         self.engine, self.prompts, self.show_draft = engine, prompts, show_draft
         self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
         self.marked = [deque() for _ in prompts]                     # (character, is draft), decoded but not yet shown
-        self.waiting, self.done, self.turn, self.last = [[] for _ in prompts], [False] * len(prompts), -1, "\n"
+        self.waiting, self.done, self.turn, self.last = [""] * len(prompts), [False] * len(prompts), -1, "\n"
         self.color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self.next_turn()
 
@@ -28,7 +28,7 @@ class Printer:
             text = "".join(f"{token} " for token in event.ids)
         else:
             text = self.mark(event) if self.show_draft else event.text
-        self.waiting[event.index].append(text)
+        self.waiting[event.index] += text
         self.done[event.index] |= event.finish_reason is not None
         self.flush()
         while self.done[self.turn] and self.turn + 1 < len(self.prompts):
@@ -44,15 +44,12 @@ class Printer:
             click.echo(f"==> prompt {self.turn + 1} of {len(self.prompts)}: {head}{'...' * (len(prompt) > 60)} <==")
 
     def flush(self):
-        text = "".join(self.waiting[self.turn])
-        self.waiting[self.turn].clear()
-        if text:
+        if text := self.waiting[self.turn]:
             click.echo(text, nl=False, color=self.color)
-            self.last = text[-1]
+            self.waiting[self.turn], self.last = "", text[-1]
 
     def end(self):
-        if self.last != "\n":
-            click.echo()
+        click.echo("", nl=self.last != "\n")
         self.last = "\n"
 
     def mark(self, event):

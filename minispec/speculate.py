@@ -52,9 +52,7 @@ class Speculator:
         tree = self.draft.grow(batch, self.draft_cache, self.hidden.take(batch), self.shape) if self.draft else Tree.root(batch)
         rows = tree.rows(batch)
         hidden, states = self.target(rows, self.target_cache, self.capture)
-        logits = self.target.logits(hidden)
-        choice, logprobs = choose(logits, batch.length[:, None] + tree.depth, batch.sampling, tree.tokens, tree.ancestors)
-        path = accept(tree, choice, logprobs, logits.sum(-1).isfinite())
+        path = accept(tree, *choose(hidden, self.target.head, batch.length[:, None] + tree.depth, batch.sampling, tree.tokens, tree.ancestors))
         self.target_cache.commit(batch, path)
         if self.draft:
             self.hidden.put(batch, states, path)
@@ -77,9 +75,8 @@ class Speculator:
                 self.draft.extend(done, self.draft_cache, states[:, :known], after, torch.full_like(batch.length, known))
         if following is not None:
             return None
-        logits = self.target.logits(hidden[:, -1:])
-        choice, logprobs = choose(logits, batch.length[:, None] + size - 1, batch.sampling)
-        path = Path(torch.zeros_like(choice), logits.sum(-1).isfinite().long()[:, 0], choice, logprobs, True)
+        choice, logprobs, finite = choose(hidden[:, -1:], self.target.head, batch.length[:, None] + size - 1, batch.sampling)
+        path = Path(torch.zeros_like(choice), finite.long()[:, 0], choice, logprobs, True)
         if self.draft:
             self.hidden.put(batch, states[:, -1:], path)
         return path
@@ -88,5 +85,6 @@ class Speculator:
     def forward(self, batch, tokens, capture):
         """The target over a chain of true tokens [B, R] at positions length, length + 1, ...: (hidden [B, R, h], states [B, R, A * h])."""
         index = batch.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        rows = batch.rows(tokens, index, index, prefix=index + 1, words=torch.zeros_like(index), extent=batch.longest + tokens.shape[1])
+        rows = batch.rows(tokens, index, index, prefix=index + 1, words=torch.zeros_like(index), extent=batch.longest + tokens.shape[1],
+                          exact=batch.exact)
         return self.target(rows, self.target_cache, capture)

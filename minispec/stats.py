@@ -1,5 +1,5 @@
 """How much of what the draft proposed was accepted. No tensors: everything comes from `Output.accepted`."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minispec.request import Output
 
@@ -12,7 +12,6 @@ class Acceptance:
 
     A last round that a stop, `max_tokens` or the context cut short says nothing about the next depth: it is not a try.
     """
-
     rounds: int
     emitted: int
     tried: tuple
@@ -20,18 +19,15 @@ class Acceptance:
 
     @classmethod
     def of(cls, outputs, draft_steps):
-        tried, hit, rounds, emitted = [0] * draft_steps, [0] * draft_steps, 0, 0
+        tried, hit = [0] * draft_steps, [0] * draft_steps
         for out in outputs:
-            emitted += max(len(out.ids) - 1, 0)
-            rounds += len(out.accepted)
             cut = out.finish_reason == "length" or len(out.ids) != 1 + sum(a + 1 for a in out.accepted)
             for i, accepted in enumerate(out.accepted):
-                for depth in range(min(accepted, draft_steps)):
+                last = cut and i == len(out.accepted) - 1
+                for depth in range(min(accepted + (not last), draft_steps)):
                     tried[depth] += 1
-                    hit[depth] += 1
-                if accepted < draft_steps and not (cut and i == len(out.accepted) - 1):
-                    tried[accepted] += 1
-        return cls(rounds, emitted, tuple(tried), tuple(hit))
+                    hit[depth] += depth < accepted
+        return cls(sum(len(out.accepted) for out in outputs), sum(max(len(out.ids) - 1, 0) for out in outputs), tuple(tried), tuple(hit))
 
     @property
     def length(self):
@@ -56,21 +52,20 @@ class Acceptance:
 
 def gather(events):
     """The outputs that a finished stream of events adds up to, without prompts and text."""
-    ids, accepted, reasons = {}, {}, {}
+    found = {}
     for event in events:
-        ids.setdefault(event.index, []).extend(event.ids)
-        accepted.setdefault(event.index, []).extend([] if event.accepted is None else [event.accepted])
-        reasons[event.index] = event.finish_reason
-    return [Output([], ids[i], None, reasons[i], accepted[i], None) for i in sorted(ids)]
+        out = found.setdefault(event.index, Output([], [], None, None, [], None))
+        out.ids.extend(event.ids)
+        out.accepted.extend([] if event.accepted is None else [event.accepted])
+        found[event.index] = replace(out, finish_reason=event.finish_reason)
+    return [found[index] for index in sorted(found)]
 
 
 def quantile(values, q):
     """Linear interpolation between order statistics, as numpy's default."""
-    ordered = sorted(values)
-    at = q * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    ordered, at = sorted(values), q * (len(values) - 1)
+    low, high = ordered[int(at)], ordered[min(int(at) + 1, len(values) - 1)]
+    return low + (high - low) * (at - int(at))
 
 
 def distinct_bigrams(ids):

@@ -1,18 +1,22 @@
 """The target: a DeepSeek-V3-family transformer (MLA + MoE) that returns, with its output, the residual stream entering chosen layers."""
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from minispec.kernels.linear import linear
-from minispec.kernels.moe import moe, route
+from minispec.kernels.linear import linear, rowwise
+from minispec.kernels.moe import moe
+from minispec.kernels.route import route
 from minispec.layers import Rotary, allocate, mla_attend, mla_project, mlp, namespaces, rms_norm
 
 
 class Target:
-    """shapes: weights.names.target_table; parameters: name -> tensor, NaN until weights.load fills them. length: positions in the tables."""
+    """shapes and dtypes: weights.names.target_table, or weights.packed's; parameters: name -> tensor, NaN until weights.load fills them.
+    length: positions in the tables."""
 
-    def __init__(self, config, shapes, dtype, device, length):
+    def __init__(self, config, shapes, dtype, device, length, dtypes={}):
         self.config = config
-        self.parameters = allocate(shapes, dtype, device)
+        self.parameters = allocate(shapes, dtype, device, dtypes)
         self.layers = namespaces(self.parameters, config.num_hidden_layers)
         self.embed, self.norm, self.head = (self.parameters[name] for name in ("embed", "norm", "head"))
         self.rotary = Rotary(config.rope, length, device)
@@ -32,7 +36,8 @@ class Target:
             q = mla_project(layer, h, cache[i], rows, angles, self.config, self.rotary)
             x = x + mla_attend(layer, q, cache[i], rows.view, self.config)
             h = rms_norm(x, layer.ffn_norm, self.config.rms_norm_eps)
-            x = x + (self.experts(layer, h) if self.config.is_moe(i) else mlp(h, layer.gate_up, layer.down))
+            x = x + rowwise(partial(self.experts, layer) if self.config.is_moe(i) else partial(mlp, gate_up=layer.gate_up, down=layer.down),
+                            h, rows.view.exact)
         entering[len(self.layers)] = x
         states = torch.cat([entering[i] for i in capture], -1) if capture else x[..., :0]
         return rms_norm(x, self.norm, self.config.rms_norm_eps), states
@@ -43,8 +48,9 @@ class Target:
         ids, weights = route(flat, layer.router, getattr(layer, "bias", None), scoring=c.scoring_func, topk=c.num_experts_per_tok,
                              groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
                              group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
-        out = moe(flat, layer.w13, layer.w2, ids, weights).to(x.dtype).view_as(x)
-        return out + mlp(x, layer.gate_up, layer.down) if c.n_shared_experts else out
+        w13, w2 = ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale)) if hasattr(layer, "w13_scale") else (layer.w13, layer.w2)
+        shared = mlp(flat, layer.gate_up, layer.down) if c.n_shared_experts else None
+        return moe(flat, w13, w2, ids, weights, shared).to(x.dtype).view_as(x)
 
     def logits(self, hidden):
         """hidden [..., h] -> fp32 [..., vocab]."""

@@ -1,5 +1,6 @@
 """The draft tree in flat form: row 0 is the pending true token, parents come before children, siblings differ."""
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -42,13 +43,18 @@ class Tree:
         nothing = batch.pending[:, None][:, :0]
         return cls.build(batch, nothing, nothing, nothing, True)
 
+    @cached_property
+    def words(self):
+        """int64 [B, R]: the ancestors as bits, bit j for row j; bit 63 is the sign."""
+        return (self.ancestors * (1 << torch.arange(self.tokens.shape[1], device=self.tokens.device))).sum(-1)
+
     def rows(self, batch):
         """The forward that verifies the tree: row i sees the committed prefix and its ancestors, at position length + depth."""
         at = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        words = (self.ancestors * (1 << at)).sum(-1) * self.valid                                      # bit j = row j; bit 63 is the sign
         length, size = batch.length[:, None], len(at)
         return batch.rows(self.tokens, torch.where(self.valid, length + self.depth, length), (length + at).expand_as(self.tokens),
-                          prefix=length.expand_as(self.tokens), words=words, valid=self.valid, extent=batch.longest + size)
+                          prefix=length.expand_as(self.tokens), words=self.words * self.valid, valid=self.valid, extent=batch.longest + size,
+                          exact=batch.exact)
 
 
 def select(scores, parents, nodes):

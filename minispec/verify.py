@@ -3,6 +3,8 @@ from dataclasses import dataclass
 
 import torch
 
+from minispec.kernels import accept as kernel
+
 
 @dataclass(frozen=True)
 class Path:
@@ -19,16 +21,15 @@ class Path:
     logprobs: torch.Tensor | None
     straight: bool
 
+    def read(self):
+        """The host's one look at a round: [count, tokens ...] of each request, and its log-probabilities, or None for each."""
+        emitted = torch.cat([self.count[:, None], self.tokens], 1).tolist()
+        return emitted, [None] * len(emitted) if self.logprobs is None else self.logprobs.tolist()
+
 
 def accept(tree, choice, logprobs, finite):
     """A node is accepted when it and all its ancestors equal the target's choice after their parents.
 
-    Siblings are distinct, so the accepted nodes form one path, and parent-first order makes it ascending in row numbers.
     choice int64 [B, R]: the target's own token after every row; finite bool [B, R]: whether its logits were.
     """
-    match = torch.ones_like(tree.valid)
-    match[:, 1:] = (tree.tokens[:, 1:] == choice.gather(1, tree.parents[:, 1:])) & tree.valid[:, 1:]
-    accepted = ~(tree.ancestors & ~match[:, None]).any(-1)                                             # [B, R]
-    rows = torch.sort(~accepted, dim=-1, stable=True).indices
-    count = accepted.sum(-1) * (finite | ~tree.valid).all(-1)
-    return Path(rows, count, choice.gather(1, rows), None if logprobs is None else logprobs.gather(1, rows), tree.straight)
+    return Path(*kernel.accept(tree.tokens, tree.parents, tree.valid, tree.words, choice, logprobs, finite), tree.straight)

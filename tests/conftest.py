@@ -8,6 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")      # before a kernel is decorated
+
 from . import tiny, tiny_draft  # noqa: E402
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minispec.kernels.choose import Sampling, gumbel, process
+from minispec.kernels.choose import Sampling, process
+from minispec.kernels.noise import gumbel
 
 from . import naive
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from minispec.kernels.choose import Sampling, choose, gumbel, noised, process
+from minispec.kernels.choose import Sampling, pick, process
+from minispec.kernels.noise import gumbel, noised
 from minispec.params import SamplingParams
 
 from .test_noise import chi_square
@@ -142,7 +143,7 @@ def test_emitted_frequencies(named, keyed_by):
     sampling = build([params], 16, [prompt], [output])  # of one request: broadcasts over the places
     if keyed_by == "seed":
         sampling, places = replace(sampling, seed=places), torch.zeros(N, dtype=torch.int64)
-    ids, _ = choose(logits.expand(N, 2, 16), places[:, None] + torch.tensor([0, 1]), sampling, torch.tensor([path]).expand(N, 2),
+    ids, _ = pick(logits.expand(N, 2, 16), places[:, None] + torch.tensor([0, 1]), sampling, torch.tensor([path]).expand(N, 2),
                     torch.ones(2, 2).tril().bool().expand(N, 2, 2))
     both = [np.exp(exact(logits[row], params, prompt, output + path[:row + 1])) for row in range(2)]
     for row in range(2):
@@ -181,16 +182,16 @@ def test_company_changes_nothing():
     """Each request alone, and each row alone with its path in the output, gives the batch's ids and very log-probabilities."""
     params, prompts, outputs, logits, positions, tokens, ancestors = mixed_batch()
     vocab = logits.shape[-1]
-    together, logprobs = choose(logits, positions, Sampling.build(params, prompts, outputs, vocab), tokens, ancestors)
+    together, logprobs = pick(logits, positions, Sampling.build(params, prompts, outputs, vocab), tokens, ancestors)
     for b, one in enumerate(params):
-        alone, own = choose(logits[b:b + 1], positions[b:b + 1], build([one], vocab, [prompts[b]], [outputs[b]]), tokens[b:b + 1],
+        alone, own = pick(logits[b:b + 1], positions[b:b + 1], build([one], vocab, [prompts[b]], [outputs[b]]), tokens[b:b + 1],
                             ancestors[b:b + 1])
         assert torch.equal(alone[0], together[b]) and (own is None) == (not one.logprobs)
         assert own is None or torch.equal(own[0], logprobs[b])
         for r in range(logits.shape[1]):
             path = [int(tokens[b, s]) for s in range(r + 1) if ancestors[b, r, s]]
             sampling = build([one], vocab, [prompts[b]], [outputs[b] + path])
-            single, own = choose(logits[b:b + 1, r:r + 1], positions[b:b + 1, r:r + 1], sampling)
+            single, own = pick(logits[b:b + 1, r:r + 1], positions[b:b + 1, r:r + 1], sampling)
             assert single.item() == together[b, r] and (own is None or own.item() == logprobs[b, r])
 
 
@@ -198,7 +199,7 @@ def test_choice_is_the_argmax_of_log_probability_plus_noise():
     """The definition of sample-and-match, with the log-probabilities of `process`; and logprobs are those."""
     params, prompts, outputs, logits, positions, tokens, ancestors = mixed_batch()
     sampling = Sampling.build(params, prompts, outputs, 64)
-    ids, logprobs = choose(logits, positions, sampling, tokens, ancestors)
+    ids, logprobs = pick(logits, positions, sampling, tokens, ancestors)
     scores = process(logits, sampling, tokens, ancestors)
     noise = gumbel(sampling.seed[:, None, None], positions[..., None] + 1, torch.arange(64))
     assert torch.equal(ids, torch.where(sampling.temperature[:, None, None] > 0, scores + noise, scores).argmax(-1))
@@ -213,7 +214,7 @@ def test_lowest_id_wins_a_tie():
         logits[0, 2, 2:] = 1.0
         for one in (SamplingParams(), SamplingParams(logprobs=True), SamplingParams(temperature=1.0)):
             sampling = build([one, SamplingParams()], vocab)
-            ids, _ = choose(logits.expand(2, 3, vocab), torch.zeros(2, 3, dtype=torch.int64), sampling)
+            ids, _ = pick(logits.expand(2, 3, vocab), torch.zeros(2, 3, dtype=torch.int64), sampling)
             assert ids[1].tolist() == [0, vocab // 2, 2]
 
 
@@ -224,7 +225,7 @@ def test_greedy_is_not_rounded_by_log_softmax():
     for params in ([SamplingParams()], [SamplingParams(logprobs=True)],
                    [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)],
                    [SamplingParams(), SamplingParams(repetition_penalty=2.0, logit_bias={1: 1.0})]):
-        ids, _ = choose(logits.expand(len(params), 1, 300), torch.zeros(len(params), 1, dtype=torch.int64), build(params, 300))
+        ids, _ = pick(logits.expand(len(params), 1, 300), torch.zeros(len(params), 1, dtype=torch.int64), build(params, 300))
         assert ids[0, 0] == 200
 
 
@@ -234,7 +235,7 @@ def test_a_forbidden_id_never_comes():
     positions = torch.arange(200)[None]
     for named in ({}, dict(temperature=1e-6), dict(temperature=1e6), dict(temperature=1, top_k=1), dict(temperature=1, top_p=.1)):
         params = SamplingParams(logit_bias={7: -math.inf, 6: -math.inf}, logprobs=True, **named)
-        ids, logprobs = choose(logits, positions, build([params], 8))
+        ids, logprobs = pick(logits, positions, build([params], 8))
         assert (ids < 6).all() and logprobs.isfinite().all() and (logprobs <= 0).all()
         assert (ids == 5).all() or named.get("temperature") == 1e6
 
@@ -253,7 +254,7 @@ def test_half_precision_logits():
     positions = torch.arange(4)[None]
     for params in (SamplingParams(), SamplingParams(temperature=1, top_k=9, logprobs=True), SamplingParams(presence_penalty=1)):
         sampling = build([params], 50, [[1, 2]], [[3]])
-        for found, wanted in zip(choose(logits, positions, sampling), choose(logits.float(), positions, sampling)):
+        for found, wanted in zip(pick(logits, positions, sampling), pick(logits.float(), positions, sampling)):
             assert found is wanted is None or torch.equal(found, wanted)
 
 
@@ -278,7 +279,7 @@ def test_a_perfect_draft_proposes_what_the_target_chooses():
     logits, positions = torch.randn(3, 50, 40) * 2, torch.arange(50).expand(3, 50) + 7
     params = [SamplingParams(), SamplingParams(temperature=0.7, seed=8), SamplingParams(temperature=1.5, seed=9)]
     sampling = build(params, 40)
-    ids, _ = choose(logits, positions, sampling)
+    ids, _ = pick(logits, positions, sampling)
     kept = torch.randperm(40)[:25]
     scale = torch.tensor([1.0, 0.7, 1.5])[:, None, None]
     scores = noised((logits[..., kept] / scale).log_softmax(-1), sampling.temperature, sampling.seed, positions, kept)

@@ -130,6 +130,7 @@ BAD = [
     (("generate", "--prompt", "x", "--nodes", "1000"), "nodes"),
     (("generate", "--prompt", "x", "--device", "tpu"), "tpu"),
     (("generate", "--prompt", "x", "--max-length", "100000"), "max_length"),
+    (("generate", "--prompt", "x", "--exact", "--device", "cpu"), "exact"),
     (("generate", "--prompt", "x", "--capture", "2,4,99"), "99"),
     (("generate", "--prompt", "x", "--latent-norm-eps", "small"), "small"),
     (("generate", "--prompt", "x", "--target", "/nonexistent/target", "--draft", "none"), "/nonexistent/target"),

@@ -102,7 +102,7 @@ def test_every_engine_option_is_passed_on_and_nothing_else(command, run, monkeyp
     flags = {parameter.name: parameter for parameter in getattr(cli, command).params if parameter.name in option_names(ENGINE)}
     assert set(flags) == option_names(ENGINE) >= option_names(DIALECT)
     for name, parameter in flags.items():
-        cases = [((parameter.opts[0],), True), ((parameter.secondary_opts[0],), False)] if parameter.secondary_opts else \
+        cases = [((word,), word in parameter.opts) for word in (parameter.opts[0], *parameter.secondary_opts)] if parameter.is_flag else \
             [((parameter.opts[0], SAMPLE[name]), VALUES.get(name, SAMPLE[name]))]
         for words, value in cases:
             run(*start, *words)
@@ -160,7 +160,7 @@ def test_progress_every_two_seconds(monkeypatch, capsys):
     progress, printed = cli.Progress(), []
     for done in range(1, 12):
         now[0] += 0.75
-        progress(done, 11)
+        progress(done, 11, "tensors read")
         printed += capsys.readouterr().err.splitlines()
     assert printed == [f"minispec: {done} of 11 tensors read" for done in (3, 6, 9)]
 

@@ -4,9 +4,11 @@ import math
 import pytest
 import torch
 
-from minispec.kernels.choose import Sampling, gumbel
+from minispec.kernels.choose import Sampling
 from minispec.kernels.draft_logits import draft_logits
-from minispec.kernels.moe import moe, route
+from minispec.kernels.moe import moe
+from minispec.kernels.noise import gumbel
+from minispec.kernels.route import route
 from minispec.kernels.tree_attention import View, tree_attention
 from minispec.params import SamplingParams
 

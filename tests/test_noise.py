@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from minispec.kernels.choose import gumbel
+from minispec.kernels.noise import gumbel
 
 PINNED = [3.054292917251587, -0.41777926683425903, -0.7381134629249573]  # any other value changes what every seed means
 SIGMA = 4.89  # two-sided odds of 1e-6
@@ -67,7 +67,7 @@ def scalar_log(x=None, f=None):
 
 
 def scalar_gumbel(h):
-    """The docstring of kernels/choose.py once more, one number at a time."""
+    """The docstring of kernels/noise.py once more, one number at a time."""
     one = np.float32
     if h < 1 << 30:
         inner = scalar_log(f=-((one(h) + one(0.5)) * one(2.0**-32)))

@@ -27,7 +27,7 @@ BAD = [
     ("logit_bias", {1: 1001}), ("logit_bias", {1: "x"}), ("logit_bias", {True: 1.0}), ("logit_bias", 5), ("logit_bias", [1, 2]),
     ("logit_bias", [(1, 2.0), (1, 3.0)]), ("logit_bias", None), ("logit_bias", {1: True}),
     ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 5), ("stop", None), ("stop", b"x"), ("stop", "\ud800"),
-    ("stop_ids", -1), ("stop_ids", [1.0]), ("stop_ids", [True]), ("stop_ids", "12"), ("stop_ids", None), ("stop_ids", {"a", 1}),
+    ("stop_ids", -1), ("stop_ids", [1.0]), ("stop_ids", [True]), ("stop_ids", "12"), ("stop_ids", None), ("stop_ids", {"a"}),
     ("ignore_eos", 1), ("ignore_eos", None), ("logprobs", 5), ("logprobs", "yes"),
 ]
 

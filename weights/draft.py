@@ -65,7 +65,7 @@ def open_draft(folder: str, target: TargetConfig, *, capture=None, capture_conve
 
 
 def load_draft(plan: DraftPlan, parameters: dict[str, torch.Tensor],
-               progress: Callable[[int, int], None] | None = None) -> Report:
+               progress: Callable[[int, int, str], None] | None = None) -> Report:
     """Fill `parameters` (names and shapes of plan.shapes) in place; warn where rows of the head repeat."""
     report = fill(plan, parameters, progress)
     repeated = _repeated_rows(parameters["head"]) if "head" in plan.own else 0

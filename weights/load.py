@@ -12,6 +12,7 @@ from minispec.errors import MinispecError
 from minispec.fields import refuse_first
 from minispec.weights.checkpoint import Checkpoint
 from minispec.weights.names import Dim, Entry, Table, skip_target, strip_target, target_table
+from minispec.weights.packed import store
 from minispec.weights.quant import dequantize_fp8, unpack_int4
 
 DEFAULT = Path(__file__).parent / "default"      # the pair that comes with minispec, and its prompts
@@ -36,13 +37,14 @@ class Plan:
     """A checkpoint whose account is complete and whose weights are not read yet.
 
     `shapes`: parameters to allocate. `pieces`: entries of the table, each with how it is stored, "plain", "fp8" or "int4", and
-    the file tensors that hold it (the weight, then its scale).
+    the file tensors that hold it (the weight, then its scale). `dtypes`: of the parameters that stay as stored (`keep_packed`).
     """
     checkpoint: Checkpoint
     shapes: dict[str, tuple[int, ...]]
     pieces: list[tuple[Entry, str, tuple[str, ...]]]
     quantization: Quantization | None
     report: Report
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict, kw_only=True)
 
 
 def rename(checkpoint: Checkpoint, canonical: Callable[[str], str]) -> dict[str, str]:
@@ -175,15 +177,15 @@ def open_target(folder: str, config: TargetConfig) -> Plan:
 
 
 def load_target(folder: str, config: TargetConfig, parameters: dict[str, torch.Tensor],
-                progress: Callable[[int, int], None] | None = None) -> Report:
+                progress: Callable[[int, int, str], None] | None = None) -> Report:
     """Fill `parameters` (names and shapes of names.target_table; any float dtype and device) in place from `folder`."""
     return fill(open_target(folder, config), parameters, progress)
 
 
-def fill(plan: Plan, parameters: dict[str, torch.Tensor], progress: Callable[[int, int], None] | None = None) -> Report:
-    """Copy every piece into its place, one tensor at a time, dequantised in fp32 and cast on the copy.
+def fill(plan: Plan, parameters: dict[str, torch.Tensor], progress: Callable[[int, int, str], None] | None = None) -> Report:
+    """Copy every piece into its place, one tensor at a time: dequantised in fp32 and cast on the copy, or as stored (plan.dtypes).
 
-    `parameters` must have exactly the names and shapes of `plan.shapes`. progress(done, total) counts pieces.
+    `parameters` must have exactly the names and shapes of `plan.shapes`. progress(done, total, "tensors read") counts pieces.
     """
     if set(parameters) != set(plan.shapes):
         raise MinispecError(f"parameters {sorted(set(parameters) ^ set(plan.shapes))} are on one side only; allocate plan.shapes")
@@ -192,16 +194,24 @@ def fill(plan: Plan, parameters: dict[str, torch.Tensor], progress: Callable[[in
             raise MinispecError(f"parameter {name} has shape {list(parameters[name].shape)}, the checkpoint fills {list(shape)}")
     for done, (entry, kind, sources) in enumerate(plan.pieces, 1):
         stored = [plan.checkpoint.read(name) for name in sources]
-        weight = (unpack_int4(*stored, plan.quantization.group) if kind == "int4" else
-                  dequantize_fp8(*stored, plan.quantization.block) if kind == "fp8" else stored[0])
-        with torch.no_grad():
-            region = parameters[entry.param][entry.index]
-            region.copy_(weight.reshape(region.shape))
-        if not torch.isfinite(region).all():
-            overflow = torch.isfinite(weight).all()
-            raise plan.checkpoint.refuse(sources[0], f"exceeds the range of {region.dtype}; choose another dtype" if overflow
-                                         else "holds NaN or infinity; download the file again")
+        if entry.param in plan.dtypes:
+            store(plan, entry, kind, sources, *stored, parameters)
+        else:
+            _place(plan, entry, kind, sources, stored, parameters)
         if progress:
-            progress(done, len(plan.pieces))
+            progress(done, len(plan.pieces), "tensors read")
     plan.checkpoint.close()
     return plan.report
+
+
+def _place(plan: Plan, entry: Entry, kind: str, sources: tuple[str, ...], stored: list[torch.Tensor],
+           parameters: dict[str, torch.Tensor]) -> None:
+    weight = (unpack_int4(*stored, plan.quantization.group) if kind == "int4" else
+              dequantize_fp8(*stored, plan.quantization.block) if kind == "fp8" else stored[0])
+    with torch.no_grad():
+        region = parameters[entry.param][entry.index]
+        region.copy_(weight.reshape(region.shape))
+    if not torch.isfinite(region).all():
+        overflow = torch.isfinite(weight).all()
+        raise plan.checkpoint.refuse(sources[0], f"exceeds the range of {region.dtype}; choose another dtype" if overflow
+                                     else "holds NaN or infinity; download the file again")

@@ -23,3 +23,11 @@ def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, 
     out, columns = weight.shape
     tiles = scale.to(torch.float32).repeat_interleave(block[0], 0)[:out].repeat_interleave(block[1], 1)[:, :columns]
     return weight.to(torch.float32) * tiles
+
+
+def repack_int4(packed: torch.Tensor) -> torch.Tensor:
+    """int16 units [out, in / 4] of kernels/moe.py from int32 `packed`: the same nibbles, in another order within each 32 inputs."""
+    steps = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+    nibbles = (packed.view(packed.shape[0], -1, 1, 4) >> steps[:, None]) & 15                          # [out, group, r, j]
+    units = (nibbles << steps[:4]).sum(-1, dtype=torch.int32)
+    return torch.where(units >= 2**15, units - 2**16, units).to(torch.int16).flatten(1)

@@ -1,0 +1,103 @@
+"""A round as one CUDA graph: captured once per batch size, replayed with no word from the host until what was accepted is read."""
+from functools import partial
+
+import torch
+
+from minispec.batch import Batch
+from minispec.kernels.choose import Sampling
+from minispec.params import SamplingParams
+
+
+def record(run, device, pool):
+    """`run` as a CUDA graph: (replay, what run returned, written anew by every replay). Its first calls compile, outside of the capture."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        out = run()
+    return graph.replay, out
+
+
+class Round:
+    """One captured round for up to `size` requests.
+
+    table int64 [size, pages] and state int64 [5, size] (length, pending, room, seat, alive) are read and, but for the table and the seats,
+    advanced by every replay. A place without a request is not alive: it computes on the dump page and in the hidden buffer's last seat,
+    its room of 1 lets no node count, and its length stays. out int64 [size, R + 1] is what the host reads: count, then emitted tokens.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, engine, size, sampled, pool):
+        device, scratch = engine.device, engine.shape.scratch
+        self.members = []       # (request, the length at which this round left it): what table and state are about
+        self.table = torch.zeros(size, engine.pages.needed(engine.max_length + scratch), dtype=torch.int64, device=device)
+        self.idle = torch.tensor([1, 0, 1, engine.max_batch, 0], device=device)[:, None].expand(-1, size)
+        self.state = self.idle.clone()
+        params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
+        self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, engine.target_config.vocab_size, device)
+        batch = Batch(self.table, engine.pages.page_size, *self.state[:4], engine.max_length, engine.shape.nodes + 1, self.sampling, engine.exact)
+        self.replay, self.out = record(partial(self._round, engine.speculator, batch), device, pool)
+
+    def _round(self, speculator, batch):
+        path = speculator.round(batch)
+        length, pending, room, _, alive = self.state
+        count = path.count * alive
+        pending.copy_(path.tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0])
+        length.add_(count)
+        room.sub_(count)
+        return torch.cat([path.count[:, None], path.tokens], 1)
+
+    @torch.inference_mode()
+    def __call__(self, requests, assemble):
+        """Replay for these requests -> [count, tokens ...] of each. Nothing is uploaded where the last replay was theirs too."""
+        if self.members != [(request, request.length) for request in requests]:
+            now, count = assemble(requests), len(requests)
+            self.state.copy_(self.idle)
+            self.state[:, :count] = torch.stack([now.length, now.pending, now.room, now.seats, torch.ones_like(now.length)])
+            self.table.zero_()
+            self.table[:count, :now.table.shape[1]] = now.table
+            self.sampling.temperature[:count], self.sampling.seed[:count] = now.sampling.temperature, now.sampling.seed
+        self.replay()
+        out = self.out[:len(requests)].tolist()
+        self.members = [(request, request.length + count) for request, (count, *_) in zip(requests, out)]
+        return out
+
+
+class Graphs:
+    """Rounds by batch size, powers of two up to max_batch, greedy or sampled; `fits` tells which requests can be in one."""
+
+    def __init__(self, engine):
+        self.engine, self.rounds = engine, {}
+        self.pool = torch.cuda.graph_pool_handle() if engine.device.type == "cuda" else None    # one for all: a replay's result is read at once
+
+    @staticmethod
+    def fits(request):
+        """Filters, penalties, bias and log-probabilities change shape with the request: those rounds run without a graph, with the same ids."""
+        p = request.params
+        penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1, 0, 0)
+        filtered = p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p > 0)
+        return not (p.logprobs or p.logit_bias or penalised or filtered)
+
+    def warm(self, progress):
+        """Capture every greedy size now, so that no request pays for it. progress(done, total, what)."""
+        sizes = sorted({self.size(count) for count in range(1, self.engine.max_batch + 1)})
+        for done, size in enumerate(sizes, 1):
+            self.round(size, False)
+            if progress:
+                progress(done, len(sizes), "batch sizes captured")
+
+    def size(self, count):
+        return min(1 << (count - 1).bit_length(), self.engine.max_batch)
+
+    def round(self, size, sampled):
+        if (size, sampled) not in self.rounds:
+            self.rounds[size, sampled] = Round(self.engine, size, sampled, self.pool)
+        return self.rounds[size, sampled]
+
+    def __call__(self, requests):
+        sampled = any(request.params.temperature > 0 for request in requests)
+        return self.round(self.size(len(requests)), sampled)(requests, self.engine.assemble)

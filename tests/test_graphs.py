@@ -1,0 +1,153 @@
+"""Rounds that are replayed: on the CPU a call stands for the graph, with the same tensors in place; ids and counts are the eager path's."""
+import pytest
+import torch
+
+from minispec import Engine, SamplingParams, graphs
+from minispec.draft import Pool
+from minispec.kernels.linear import linear, rowwise
+
+from .tiny_draft import DIALECTS
+
+SHAPES = {"chain": dict(draft_steps=4, topk=1), "tree": dict(draft_steps=3, topk=3, nodes=8), "plain": dict(draft_steps=0)}
+GREEDY, WARM = SamplingParams(max_tokens=17, ignore_eos=True), SamplingParams(max_tokens=23, ignore_eos=True, temperature=0.7, seed=5)
+FILTERED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9, seed=6, top_k=9)
+
+
+def record(run, device, pool):
+    """As graphs.record: later runs write where the first one did, and read what lies there then."""
+    out = run()
+    return lambda: out.copy_(run()), out
+
+
+@pytest.fixture
+def pair(checkpoints, monkeypatch):
+    """pair(shape, **options) -> an engine, and one for the same files whose rounds are replayed."""
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(Pool, "settled", lambda *_: False)      # as on CUDA
+    target, made = checkpoints.target(), []
+
+    def make(shape, **options):
+        for _ in range(2):
+            made.append(Engine(target, checkpoints.fitted(target, **DIALECTS["torchspec"]), max_length=96, **options, **SHAPES[shape]))
+        made[-1].graphs = graphs.Graphs(made[-1])
+        made[-1].graphs.warm(None)
+        return made[-2:]
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def told(engine, *streams):
+    """Events of streams that are read in turns: by stream and prompt, all ids, accepted counts and reasons."""
+    streams, out = [engine.stream(*stream) for stream in streams], {}
+    running = dict(enumerate(streams))
+    while running:
+        for i, stream in list(running.items()):
+            event = next(stream, None)
+            if event is None:
+                del running[i]
+            else:
+                out.setdefault((i, event.index), []).append((event.ids, event.accepted, event.finish_reason))
+    engine.scheduler.check()
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("params", [GREEDY, WARM, [GREEDY, WARM, GREEDY, WARM, GREEDY]], ids=["greedy", "sampled", "mixed"])
+def test_a_batch(shape, params, pair):
+    """Five prompts for three places: requests join and end while others run, so that every size and every idle place comes up."""
+    eager, replayed = pair(shape, max_batch=3)
+    prompts = [[7, 301, 45], [12], list(range(100, 140)), [500, 4, 4, 88], [9] * 16]
+    some = [params] * 5 if isinstance(params, SamplingParams) else params
+    some = [SamplingParams(**{**vars(one), "max_tokens": one.max_tokens + 3 * i}) for i, one in enumerate(some)]
+    assert told(eager, (prompts, some)) == told(replayed, (prompts, some))
+    assert len(replayed.graphs.rounds) >= 3 and replayed.pages.free == replayed.pages.total
+    if shape != "plain":
+        out = replayed.generate(prompts, some)
+        assert 0 < sum(sum(one.accepted) for one in out) < sum(len(one.accepted) for one in out) * replayed.draft_steps
+
+
+def test_requests_that_no_graph_takes_come_and_go(pair):
+    """A filtered request makes its company's rounds eager: what the graph knew of the others is then out of date."""
+    eager, replayed = pair("tree", max_batch=4)
+    streams = ([[7, 301], [12, 5]], GREEDY), ([[4, 2, 9]], FILTERED), ([[33]], WARM), ([[33, 8]], FILTERED)
+    assert told(eager, *streams) == told(replayed, *streams)
+
+
+def test_requests_that_are_dropped(pair):
+    """A stream closed in the middle frees its place; the next request takes its seat, slots and pages."""
+    eager, replayed = pair("tree", max_batch=2)
+    seen = []
+    for engine in (eager, replayed):
+        stream = engine.stream([[7, 301, 45], [12]], GREEDY)
+        first = [next(stream).ids for _ in range(6)]
+        stream.close()
+        seen.append((first, told(engine, ([[12], [7, 301, 45]], WARM))))
+    assert seen[0] == seen[1]
+
+
+def test_the_context_ends(pair):
+    """Trees shrink at the edge and requests stop exactly there."""
+    eager, replayed = pair("tree", max_batch=4)
+    prompts = [torch.randint(2, 512, (n,)).tolist() for n in (95, 94, 92, 80)]
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    found = replayed.generate(prompts, params)
+    assert [len(out.ids) for out in found] == [1, 2, 4, 16] and [out.ids for out in found] == [out.ids for out in eager.generate(prompts, params)]
+
+
+def test_plain_shares_the_caches(pair):
+    _, replayed = pair("chain", max_batch=2)
+    plain = replayed.plain()
+    assert plain.graphs.engine is plain
+    outputs = [engine.generate([[7, 301], [5]], GREEDY) for engine in (replayed, plain, replayed)]
+    assert len({tuple(map(tuple, (one.ids for one in out))) for out in outputs}) == 1 and outputs[0][0].accepted == outputs[2][0].accepted
+
+
+def test_nothing_is_uploaded_while_the_requests_stay(pair, monkeypatch):
+    """One batch is assembled a change of company, and one list read a round."""
+    _, replayed = pair("chain", max_batch=2)
+    made, assemble = [], replayed.assemble
+    replayed.assemble = type("Counting", (), {"__call__": lambda self, requests: made.append(list(requests)) or assemble(requests),
+                                              "__getattr__": lambda self, name: getattr(assemble, name)})()
+    out = replayed.generate([[7, 301], [5, 6, 7]], GREEDY)
+    rounds = max(len(one.accepted) for one in out)
+    assert rounds > 4 and len(made) <= 2 + 3, "two prefills, and a round's batch when the second joins and when one ends"
+
+
+def test_logits_that_are_not_finite(pair):
+    """The stream says so; the idle place of its graph, and who takes the seats next, see nothing of it."""
+    _, replayed = pair("tree", max_batch=4)
+    stream = replayed.stream([[7, 301], [12, 5], [9]], GREEDY)
+    for _ in range(6):
+        next(stream)
+    page = replayed.scheduler.running[1].pages[0]
+    replayed.speculator.target_cache.data[:, page * replayed.pages.page_size] = float("nan")
+    with pytest.raises(Exception, match="not finite"):
+        list(stream)
+    assert replayed.generate([9, 4], GREEDY).finish_reason == "length"
+
+
+def test_what_fits():
+    one = type("Request", (), {})
+    for params, fits in ((GREEDY, True), (WARM, True), (FILTERED, False), (SamplingParams(top_k=5), True), (SamplingParams(logprobs=True), False),
+                         (SamplingParams(presence_penalty=1.0), False), (SamplingParams(logit_bias={3: 1.0}), False)):
+        one.params = params
+        assert graphs.Graphs.fits(one) == fits
+
+
+def test_rows_in_blocks():
+    """Engine's `exact`: the products of the target see 16 rows always."""
+    x, weight, seen = torch.randn(3, 7, 33), torch.randn(50, 33), []
+    together = rowwise(lambda x: seen.append(x.shape) or linear(x, weight), x, True)
+    assert set(seen) == {(1, 16, 33)} and together.shape == (3, 7, 50)
+    assert torch.equal(together[1:2, 2:4], rowwise(lambda x: linear(x, weight), x[1:2, 2:4], True))
+    torch.testing.assert_close(together, linear(x, weight))
+
+
+def test_an_exact_forward_is_the_forward(pair):
+    """On CUDA its bits are compared (bench/kernels.py); here that the blocks change nothing but rounding."""
+    eager, _ = pair("tree", max_batch=2)
+    out = eager.generate([[7, 301], [5, 6, 7]], GREEDY)
+    eager.assemble.exact = True
+    eager.assemble.requests = None
+    assert [one.ids for one in out] == [one.ids for one in eager.generate([[7, 301], [5, 6, 7]], GREEDY)]
