@@ -138,8 +138,9 @@ def moe_cases():
 def stored(kind, experts, n, k, parts=1):
     """A random matrix in its stored form, of the size that unit inputs ask for."""
     if kind == "int4":
-        values = torch.randint(-2**15, 2**15, (experts, n, k // 4), device="cuda", dtype=torch.int16)
-        return values, ((torch.rand(experts, n, k // 32, device="cuda") + 0.5) * 0.2 / k**0.5).bfloat16()
+        block = 64 if k % 128 else 128
+        values = torch.randint(-2**15, 2**15, (experts, k // block, n, block // 4), device="cuda", dtype=torch.int16)
+        return values, ((torch.rand(experts, k // block, n, block // 32, device="cuda") + 0.5) * 0.2 / k**0.5).bfloat16()
     w = torch.empty(experts, n, k, device="cuda", dtype=torch.bfloat16 if kind == "bf16" else torch.float8_e4m3fn)
     for one in w:
         one.copy_(torch.randn(n, k, device="cuda") / (k**0.5 if kind == "bf16" else 1))
@@ -163,17 +164,16 @@ def experts(name, kind, rows, inter, hidden, experts, topk, target=None, uniform
         expected, one = torch.zeros(x.shape, device="cuda"), lambda w, e: (w[0][e:e + 1], w[1][e:e + 1]) if isinstance(w, tuple) else w[e:e + 1]
         for e in ids.unique().tolist():
             row, k = (ids == e).nonzero(as_tuple=True)
-            gate, up = (x[row].float() @ moe.dequantize(one(w13, e), torch.float32, 2)[0].T).chunk(2, 1)
-            expected[row] += (F.silu(gate) * up @ moe.dequantize(one(w2, e), torch.float32)[0].T) * share[row, k, None]
+            gate, up = (x[row].float() @ moe.dequantize(one(w13, e), torch.float32, hidden, 2)[0].T).chunk(2, 1)
+            expected[row] += (F.silu(gate) * up @ moe.dequantize(one(w2, e), torch.float32, inter)[0].T) * share[row, k, None]
 
         def variants(c):
             small = [(bn, bk, split, stages, None) for bn, bk in ((16, 64), (32, 64), (32, 128)) for split in (1, 2, 4) for stages in (3, 6)]
-            large = [(bn, bk, 4, stages, registers) for bn, bk in ((32, 128), (64, 64), (64, 128), (128, 64)) for stages, registers in (
-                (3, None), (3, 96), (4, None), (5, None))]
+            large = [(bn, 128, split, stages, registers) for bn in (32, 64, 128) for split, stages, registers in (
+                (4, 3, None), (4, 3, 128), (4, 4, 128), (2, 3, None), (2, 4, 128), (2, 6, 128), (4, 2, 96))]
             shapes = small if hidden < 1024 else large
             yield [c._replace(up=one) for one in shapes]
-            yield [c._replace(down=one, parts=n) for one in shapes + [(32, 128, 2, 6, None), (64, 128, 2, 6, None)]
-                   for n in ((4, 2) if inter > 1024 else (1,))]
+            yield [c._replace(down=one, parts=n) for one in shapes for n in ((8, 4) if inter > 1024 else (1,))]
         return SimpleNamespace(sets=sets, call=moe.moe, error=lambda out: rms(out, expected), variants=variants,
                                default=moe.configure("plain" if kind == "bf16" else kind, hidden, inter, rows))
     return Case(name, distinct * each + rows * (6 * hidden + 4 * topk * inter), build, target, rows * topk * 6 * hidden * inter)
@@ -353,9 +353,11 @@ def measure(case, sweep):
 
 
 def ceilings():
-    """What this GPU does: bytes a second of a 1 GB copy, flops a second of a bf16 product of 8192 x 8192."""
+    """What this GPU does: bytes a second of a kernel that copies 1 GB (in a graph copy_ would go to the copy engine, 2.7 TB/s), flops a
+    second of a bf16 product of 8192 x 8192."""
     x, y, a, b = torch.ones(2**28, device="cuda"), torch.empty(2**28, device="cuda"), normal(8192, 8192), normal(8192, 8192)
-    return {"copy_bytes_per_s": 2e6 * 2**30 / time(y.copy_, [(x,)])[0], "matmul_flops": 2e6 * 8192**3 / time(torch.matmul, [(a, b)])[0]}
+    copied, multiplied = time(lambda x: torch.neg(x, out=y), [(x,)])[0], time(torch.matmul, [(a, b)])[0]
+    return {"copy_bytes_per_s": 2e6 * 2**30 / copied, "matmul_flops": 2e6 * 8192**3 / multiplied}
 
 
 def main():

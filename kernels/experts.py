@@ -37,43 +37,48 @@ def _fp8(w):
 
 
 @jit
-def _matrix(p_w, p_s, e, i_n, i_tile, N: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr):
+def _matrix(p_w, p_s, e, i_n, i_tile, N: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
     """Pointers to input 0 of rows i_n of expert e's matrix [N, K], and of their scales; i_tile: the rows' fp8 tiles, of TILES."""
-    PACK: tl.constexpr = 4 if KIND == "int4" else 1
     e = e.to(tl.int64)
     if KIND == "int4":
-        p_s += e * (N * (K // 32)) + i_n[None, :, None] * (K // 32)
+        BLOCKS: tl.constexpr = (K + BK - 1) // BK
+        p_w += e * (BLOCKS * N * (BK // 4)) + i_n[None, :, None] * (BK // 4)
+        p_s += e * (BLOCKS * N * (BK // 32)) + i_n[None, :, None] * (BK // 32)
+    else:
+        p_w += e * (N * K) + i_n[None, :, None] * K
     if KIND == "fp8":
         p_s += e * (TILES * ((K + 127) // 128)) + i_tile[None, :, None] * ((K + 127) // 128)
-    return p_w + e * (N * (K // PACK)) + i_n[None, :, None] * (K // PACK), p_s
+    return p_w, p_s
 
 
 @jit
-def _multiply(acc, p_w, p_s, p_x, k, seen, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr,
-              ASM: tl.constexpr, DOT: tl.constexpr):
+def _multiply(acc, p_w, p_s, p_x, k, seen, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+              KIND: tl.constexpr, ASM: tl.constexpr, DOT: tl.constexpr):
     """acc [SPLIT, BN, BM] += w x over the inputs k .. k + SPLIT * BK. Pointers stand at input 0: p_w [1, BN, 1], p_x [1, 1, BM];
     seen bool [BM] says where x may be read."""
-    PACK: tl.constexpr = 4 if KIND == "int4" else 1
     EVEN: tl.constexpr = K % (SPLIT * BK) == 0
-    i_u = tl.arange(0, SPLIT)[:, None] * (BK // PACK) + tl.arange(0, BK // PACK)[None, :]
-    live = (k // PACK + i_u < K // PACK) | EVEN
-    seen = live[:, :, None] & seen[None, None, :]
-    w = tl.load(p_w + (k // PACK + i_u)[:, None, :], mask=live[:, None, :], other=0 if KIND == "int4" else 0.0)
     if KIND == "int4":
-        i_g = k // 32 + tl.arange(0, SPLIT)[:, None] * (BK // 32) + tl.arange(0, BK // 32)[None, :]
-        s = tl.load(p_s + i_g[:, None, :], mask=((i_g < K // 32) | EVEN)[:, None, :], other=0.0)
+        i_block, i_u = k // BK + tl.arange(0, SPLIT), tl.arange(0, BK // 4)
+        live = ((i_block < (K + BK - 1) // BK) | EVEN)[:, None, None]
+        w = tl.load(p_w + (i_block[:, None] * (N * (BK // 4)) + i_u[None, :])[:, None, :], mask=live, other=0)
+        s = tl.load(p_s + (i_block[:, None] * (N * (BK // 32)) + tl.arange(0, BK // 32)[None, :])[:, None, :], mask=live, other=0.0)
         s = tl.reshape(tl.broadcast_to(s[:, :, :, None], (SPLIT, BN, BK // 32, 8)), (SPLIT, BN, BK // 4))
-        p_x += (k + i_u // 8 * 32 + i_u % 8)[:, :, None]
+        i_x = i_block[:, None] * BK + (i_u // 8 * 32 + i_u % 8)[None, :]
+        seen = ((i_x < K) | EVEN)[:, :, None] & seen[None, None, :]
+        p_x += i_x[:, :, None]
         if ASM:
             four = _int4(w, s)
         for j in tl.static_range(4):
             one = four[j] if ASM else (((w.to(tl.int32) >> 4 * j & 15) - 8) * s.to(tl.float32)).to(DOT)
             acc = tl.dot(one, tl.load(p_x + 8 * j, mask=seen, other=0.0).to(DOT), acc, input_precision="ieee")
     else:
-        x = tl.load(p_x + (k + i_u)[:, :, None], mask=seen, other=0.0).to(DOT)
+        i_k = k + tl.arange(0, SPLIT)[:, None] * BK + tl.arange(0, BK)[None, :]
+        live = (i_k < K) | EVEN
+        w = tl.load(p_w + i_k[:, None, :], mask=live[:, None, :], other=0.0)
+        x = tl.load(p_x + i_k[:, :, None], mask=live[:, :, None] & seen[None, None, :], other=0.0).to(DOT)
         if KIND == "fp8":
-            i_k = k + tl.arange(0, SPLIT) * BK
-            s = tl.load(p_s + (i_k // 128)[:, None, None], mask=(i_k < K)[:, None, None], other=0.0)                # [SPLIT, BN, 1]
+            i_tile = k + tl.arange(0, SPLIT) * BK
+            s = tl.load(p_s + (i_tile // 128)[:, None, None], mask=(i_tile < K)[:, None, None], other=0.0)          # [SPLIT, BN, 1]
             acc += tl.dot(_fp8(w) if ASM else w.to(DOT), x, input_precision="ieee") * s
         else:
             acc = tl.dot(w.to(DOT), x, acc, input_precision="ieee")
@@ -141,11 +146,11 @@ def up(p_x, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, slots, T
     i_n = tl.arange(0, BN)
     is_up = i_n // 8 % 2
     i_j = tl.minimum(tile * (BN // 2) + i_n // 16 * 8 + i_n % 8, I - 1)
-    p_w, p_s = _matrix(p_w, p_s, e, i_j + is_up * I, i_j // 128 + is_up * ((I + 127) // 128), 2 * I, H, 2 * ((I + 127) // 128), KIND)
+    p_w, p_s = _matrix(p_w, p_s, e, i_j + is_up * I, i_j // 128 + is_up * ((I + 127) // 128), 2 * I, H, 2 * ((I + 127) // 128), BK, KIND)
     p_rows = p_x + i_row[None, None, :].to(tl.int64) * H
     acc = tl.zeros((SPLIT, BN, BM), tl.float32)
     for k in range(0, H, SPLIT * BK):
-        acc = _multiply(acc, p_w, p_s, p_rows, k, valid, H, BN, BK, SPLIT, KIND, ASM, DOT)
+        acc = _multiply(acc, p_w, p_s, p_rows, k, valid, 2 * I, H, BN, BK, SPLIT, KIND, ASM, DOT)
     both = tl.permute(tl.reshape(tl.sum(acc, 0) * UNIT, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
     gate, up = tl.split(both)
     h = gate / (1 + tl.exp(-gate)) * up * weight[None, None, :]
@@ -175,10 +180,10 @@ def down(p_h, p_w, p_s, p_base, p_out, p_active, p_start, rows, slots, BASE: tl.
         i_out, i_h, valid = part * rows + i_m, i_m, i_m < rows
     acc = tl.zeros((SPLIT, BN, BM), tl.float32)
     for step in range(0, steps):
-        p_we, p_se = _matrix(p_w, p_s, word & 0xFFFF, clamped, clamped // 128, H, I, (H + 127) // 128, KIND)
+        p_we, p_se = _matrix(p_w, p_s, word & 0xFFFF, clamped, clamped // 128, H, I, (H + 127) // 128, BK, KIND)
         p_rows = p_h + (step // BLOCKS * rows + i_h)[None, None, :].to(tl.int64) * I
         seen = valid if SORTED else (word >> 16 >> i_m & 1) != 0
-        acc = _multiply(acc, p_we, p_se, p_rows, (k + step % BLOCKS) * (SPLIT * BK), seen, I, BN, BK, SPLIT, KIND, ASM, DOT)
+        acc = _multiply(acc, p_we, p_se, p_rows, (k + step % BLOCKS) * (SPLIT * BK), seen, H, I, BN, BK, SPLIT, KIND, ASM, DOT)
         if not SORTED:      # a round ahead: a load that waits for another is not prefetched far
             word = tl.load(p_active + (step + 1) // BLOCKS)
     out = tl.sum(acc, 0) * UNIT

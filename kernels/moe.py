@@ -4,8 +4,10 @@ How a matrix [E, N, K] is stored, which the dtype of its values tells:
     plain   values [E, N, K] in x's dtype
     fp8     (float8_e4m3fn [E, N, K], fp32 scale [E, R, ceil(K / 128)]), one scale a tile of 128 x 128. R is ceil(N / 128), or twice
             ceil(I / 128) for w13, whose gate and up rows were tiled apart
-    int4    (int16 [E, N, K / 4], bf16 scale [E, N, K / 32]): unit 8 g + r of a row holds q + 8 of input 32 g + 8 j + r in bits 4 j to
-            4 j + 3, so that a 32-bit register holds four pairs of neighbours in K, under one scale (weights/quant.py packs)
+    int4    (int16 [E, ceil(K / B), N, B / 4], bf16 scale [E, ceil(K / B), N, B / 32]), B = 128 or 64 inputs: a program's tile of rows lies
+            in one piece, so that the L2 cache is asked for whole lines. Unit 8 g + r of a row in a block holds q + 8 of its input
+            32 g + 8 j + r in bits 4 j to 4 j + 3: a 32-bit register holds four pairs of neighbours in K, under one scale (weights/quant.py
+            packs; past K the scale is 0)
 """
 import math
 from typing import NamedTuple
@@ -60,7 +62,7 @@ def _gather(p_part, p_place, p_base, p_out, rows, H: tl.constexpr, PARTS: tl.con
 
 class Config(NamedTuple):
     """Of each product (BN, BK, SPLIT, stages, registers a thread or None), a warp a SPLIT; `parts` ranges of I, summed by another
-    launch. BK, SPLIT and parts set the order of sums: they never depend on the rows. The others may."""
+    launch. BK (for int4 the stored block's instead), SPLIT and parts set the order of sums: they never depend on the rows. The others may."""
     up: tuple
     down: tuple
     parts: int = 1
@@ -70,9 +72,9 @@ def configure(kind, hidden, inter, rows):
     if kind == "float32":
         return Config((16, 64, 2, 1, None), (16, 64, 2, 1, None))
     if kind == "int4" and hidden % 512 == inter % 2048 == 0:
-        return Config((64, 128, 4, 3, None), (64, 128, 4, 3, 128 if rows > 8 else None), 4)
+        return Config((64, 128, 2, 3, None), (128 if rows <= 8 else 64, 128, 2, 3, None), 8)
     if kind == "int4" and hidden % 512 == 0:
-        return Config((32, 128, 4, 5 if rows == 1 else 3, 80 if 1 < rows <= FEW else None), (32, 128, 2, 6, None))
+        return Config((32, 128, 2, 6, 128) if rows == 1 else (64, 128, 2, 3, None), (32, 128, 2, 6, 128))
     return Config((32, 64, 4, 4, None), (32, 64, 4, 4, None), 4 if inter % 1024 == 0 else 1)
 
 
@@ -86,13 +88,15 @@ def moe(x, w13, w2, ids, weights, base=None, config=None):
     if not use_triton(x):
         return moe_ref(x, w13, w2, ids, weights, base)
     (v13, s13), (v2, s2) = (w if isinstance(w, tuple) else (w, w) for w in (w13, w2))
-    (rows, hidden), topk, experts, inter = x.shape, ids.shape[1], v13.shape[0], v13.shape[1] // 2
+    (rows, hidden), topk, experts, inter = x.shape, ids.shape[1], v13.shape[0], v13.shape[-2] // 2
     kind = {torch.int16: "int4", torch.float8_e4m3fn: "fp8"}.get(v13.dtype, "plain")
     out = torch.empty_like(base) if base is not None else x.new_empty(x.shape, dtype=torch.float32)
     if not rows:
         return out
     config = config or configure("float32" if x.dtype == torch.float32 else kind, hidden, inter, rows)
     (bn, bk, split, stages, registers), (bn2, bk2, split2, stages2, registers2), parts = config
+    if kind == "int4":
+        bk, bk2 = 4 * v13.shape[-1], 4 * v2.shape[-1]
     pairs, many, all_rows = rows * topk, rows > FEW, 8 if rows <= 8 else 16
     block, block2 = (32 if pairs > 16 * experts else 16,) * 2 if many else (8, all_rows)
     slots = min(pairs, pairs // block + min(experts, pairs)) if many else min(pairs, experts)
@@ -123,8 +127,8 @@ def moe(x, w13, w2, ids, weights, base=None, config=None):
     return out
 
 
-def dequantize(w, dtype, parts=1):
-    """A stored matrix as [E, N, K] of `dtype`; fp8 rows in `parts` that were tiled apart."""
+def dequantize(w, dtype, inputs, parts=1):
+    """A stored matrix as [E, N, K = inputs] of `dtype`; fp8 rows in `parts` that were tiled apart."""
     if not isinstance(w, tuple):
         return w.to(dtype)
     values, scale = w[0], w[1].float()
@@ -132,14 +136,15 @@ def dequantize(w, dtype, parts=1):
         n, k = values.shape[1:]
         full = scale.repeat_interleave(128, 2)[..., :k].unflatten(1, (parts, -1)).repeat_interleave(128, 2)[:, :, :n // parts]
         return (values.float() * full.flatten(1, 2)).to(dtype)
-    units = values.unflatten(-1, (-1, 1, 8)).int()                                                     # [E, N, group, 1, 8]
-    quants = ((units >> torch.arange(0, 16, 4, device=units.device)[:, None]) & 15) - 8                # [E, N, group, 4, 8]
-    return (quants.flatten(-2) * scale[..., None]).flatten(-2).to(dtype)
+    units = values.unflatten(-1, (-1, 1, 8)).int()                                                     # [E, block, N, group, 1, 8]
+    quants = ((units >> torch.arange(0, 16, 4, device=units.device)[:, None]) & 15) - 8                # [E, block, N, group, 4, 8]
+    return (quants.flatten(-2) * scale[..., None]).flatten(-2).transpose(1, 2).flatten(2)[..., :inputs].to(dtype)
 
 
 def moe_ref(x, w13, w2, ids, weights, base=None, config=None):
     """The same in PyTorch."""
-    w13, w2 = dequantize(w13, x.dtype, 2), dequantize(w2, x.dtype)
+    inter = (w13[0] if isinstance(w13, tuple) else w13).shape[-2] // 2
+    w13, w2 = dequantize(w13, x.dtype, x.shape[1], 2), dequantize(w2, x.dtype, inter)
     experts, rows = w2.shape[0], x.shape[0]
     dense = weights.new_zeros(rows, experts).scatter_(1, ids, weights)                                 # [N, E]
     active = sorted(set(ids.flatten().tolist()))

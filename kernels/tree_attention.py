@@ -59,8 +59,8 @@ def configure(batch, rows, heads, kv_heads, dk, dv, extent, exact, itemsize, pro
         M, N, warps, stages = 16, 16 if wide else 32, 8 if wide else 4, 1
     else:
         M, N, warps, stages = max(16, min(64, power_of_two(pairs))), 64, 8 if wide else 4, 2 if wide else 3
-    tiles = -(-pairs // M) * batch * kv_heads                                                          # of a split: one wave of two steps or more
-    splits = max(1, min(-(-extent // (2 * N)), processors * (1 if wide else 2) // tiles))
+    tiles = -(-pairs // M) * batch * kv_heads       # of a split: one wave, of two steps or more where there are many partials to merge
+    splits = max(1, min(-(-extent // (N if hopper and pairs <= 16 else 2 * N)), processors * (1 if wide else 2) // tiles))
     return Config(M, N, -(-extent // EXACT) if exact else splits, warps, stages)
 
 

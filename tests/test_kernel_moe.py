@@ -40,15 +40,17 @@ def stored(kind, dtype, g, experts, n, k, parts=1):
         return w.to(DEVICE, dtype)
     if kind == "int4":
         scale = (torch.rand(experts * n, k // 32, generator=g) * 0.3 + 0.1).bfloat16() / k**0.5
-        units = repack_int4(pack_int4(w.flatten(0, 1), scale))
-        return units.view(experts, n, k // 4).to(DEVICE), scale.view(experts, n, k // 32).to(DEVICE)
+        packed = pack_int4(w.flatten(0, 1), scale).unflatten(0, (experts, n)), scale.view(experts, n, k // 32)
+        both = zip(*(repack_int4(*one, 64 if k % 128 else 128) for one in zip(*packed)))
+        return tuple(torch.stack(part).to(DEVICE) for part in both)
     scale = torch.rand(experts, parts * -(-n // parts // 128), -(-k // 128), generator=g) + 0.5
     return w.to(DEVICE, torch.float8_e4m3fn), scale.to(DEVICE)
 
 
 def loop(x, w13, w2, ids, weights):
     """The definition in float64."""
-    w13, w2 = dequantize(w13, torch.float64, 2), dequantize(w2, torch.float64)
+    w13 = dequantize(w13, torch.float64, x.shape[1], 2)
+    w2 = dequantize(w2, torch.float64, w13.shape[1] // 2)
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for n in range(len(x)):
         for e, w in zip(ids[n].tolist(), weights[n].double()):
@@ -125,8 +127,10 @@ def test_int4_units():
     g = torch.Generator().manual_seed(0)
     scale = (torch.rand(6, 3, generator=g) + 0.1).bfloat16()
     packed = pack_int4(torch.randn(6, 96, generator=g), scale)
-    units = repack_int4(packed)
-    assert units.dtype == torch.int16 and torch.equal(dequantize((units[None], scale[None]), torch.float32)[0], unpack_int4(packed, scale))
+    for block in (64, 128):     # 96 inputs: the last block is not full
+        units, scales = repack_int4(packed, scale, block)
+        assert units.dtype == torch.int16 and units.shape == (-(-96 // block), 6, block // 4)
+        assert torch.equal(dequantize((units[None], scales[None]), torch.float32, 96)[0], unpack_int4(packed, scale))
 
 
 @pytest.mark.parametrize("storage, kept", [("int4", torch.int16), ("fp8", torch.float8_e4m3fn), ("bf16", None)])
@@ -143,8 +147,8 @@ def test_experts_in_their_stored_form(checkpoints, storage, kept):
         assert not plans[0].dtypes and layer.w13.dtype == torch.float32
         return
     assert layer.w13.dtype == layer.w2.dtype == kept
-    assert torch.equal(dequantize((layer.w13, layer.w13_scale), torch.float32, 2), other.w13)
-    assert torch.equal(dequantize((layer.w2, layer.w2_scale), torch.float32), other.w2)
+    assert torch.equal(dequantize((layer.w13, layer.w13_scale), torch.float32, 160, 2), other.w13)
+    assert torch.equal(dequantize((layer.w2, layer.w2_scale), torch.float32, 160), other.w2)
     for one in (layer, other):      # on the CPU matrices lie transposed, which suits MKL (layers.allocate); the kernels want rows
         vars(one).update({name: value.contiguous() for name, value in vars(one).items()})
     x = torch.randn(1, 5, 160, device=DEVICE)

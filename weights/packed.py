@@ -28,7 +28,9 @@ def keep_packed(plan):
             param = f"{layer}.{name}"
             experts, rows, columns = shapes[param]
             if kind == "int4":
-                shapes[param], shapes[param + "_scale"] = (experts, rows, columns // 4), (experts, rows, columns // 32)
+                block = 64 if columns % 128 else 128
+                for name, inputs in ((param, 4), (param + "_scale", 32)):
+                    shapes[name] = experts, -(-columns // block), rows, block // inputs
             else:
                 shapes[param + "_scale"] = (experts, parts * -(-rows // parts // _BLOCK), -(-columns // _BLOCK))
             dtypes[param], dtypes[param + "_scale"] = _DTYPES[kind]
@@ -44,8 +46,9 @@ def store(plan, entry, kind: str, sources: tuple, values: torch.Tensor, scale: t
     values, scale = values.to(target.device), scale.to(scales.device)
     finite = scale.isfinite().all()
     if kind == "int4":
-        target[index] = repack_int4(values)
-        scales[index] = scale.repeat_interleave(plan.quantization.group // 32, 1)
+        expert, *rows = index if isinstance(index, tuple) else (index,)
+        at = expert, slice(None), *rows
+        target[at], scales[at] = repack_int4(values, scale.repeat_interleave(plan.quantization.group // 32, 1), 4 * target.shape[-1])
     else:
         expert, *rows = index
         target[index] = values

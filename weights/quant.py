@@ -1,5 +1,6 @@
 """Stored forms of a Linear weight and the fp32 matrix that each of them means (DeepSeek-V3's README_WEIGHTS; compressed-tensors pack-quantized)."""
 import torch
+import torch.nn.functional as F
 
 
 def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, group: int = 32) -> torch.Tensor:
@@ -25,9 +26,13 @@ def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, 
     return weight.to(torch.float32) * tiles
 
 
-def repack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """int16 units [out, in / 4] of kernels/moe.py from int32 `packed`: the same nibbles, in another order within each 32 inputs."""
+def repack_int4(packed: torch.Tensor, scale: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 `packed` [out, in / 8] and `scale` [out, in / 32] as kernels/moe.py stores them, in blocks of `block` inputs: the same nibbles
+    as int16 units [ceil(in / block), out, block / 4], in another order within each 32 inputs, and [ceil(in / block), out, block / 32]."""
     steps = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     nibbles = (packed.view(packed.shape[0], -1, 1, 4) >> steps[:, None]) & 15                          # [out, group, r, j]
     units = (nibbles << steps[:4]).sum(-1, dtype=torch.int32)
-    return torch.where(units >= 2**15, units - 2**16, units).to(torch.int16).flatten(1)
+    units = torch.where(units >= 2**15, units - 2**16, units).to(torch.int16)                          # [out, group, r]
+    groups = -(-scale.shape[1] * 32 // block) * (block // 32)
+    units, scale = F.pad(units, (0, 0, 0, groups - units.shape[1])), F.pad(scale, (0, groups - scale.shape[1]))
+    return units.view(len(units), -1, block // 4).transpose(0, 1), scale.view(len(units), -1, block // 32).transpose(0, 1)
