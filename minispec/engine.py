@@ -1,31 +1,25 @@
-"""The public API: builds everything, runs the loop."""
+"""The public API: checks what it is given, schedules requests, hands out what they emit."""
 from collections import deque
 from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
-from minispec.batch import Assembler
-from minispec.cache import Cache
 from minispec.config import TargetConfig, layer_inputs
-from minispec.device import available, plan, resolve_device, resolve_dtype, size, weight_bytes
-from minispec.draft import Draft, kv_shape
+from minispec.device import resolve_device, resolve_dtype
 from minispec.errors import MinispecError
-from minispec.graphs import Graphs
-from minispec.hidden import HiddenBuffer
-from minispec.pages import Pages
 from minispec.params import SamplingParams
 from minispec.request import Request
+from minispec.runner import Runner
 from minispec.scheduler import Scheduler
-from minispec.speculate import Shape, Speculator
-from minispec.target import Target
+from minispec.speculate import Shape
 from minispec.text import Decoder
 from minispec.tokenizer import Tokenizer, stop_ids
-from minispec.weights import load
-from minispec.weights.draft import load_draft, open_draft
-from minispec.weights.packed import keep_packed
+from minispec.weights.draft import open_draft
+from minispec.weights.load import DEFAULT
 
 
 @dataclass(frozen=True)
@@ -73,62 +67,30 @@ class Engine:
         self.dtype = resolve_dtype(dtype, self.device)
         if exact and self.device.type == "cpu":
             raise MinispecError("exact=True is about the kernels on CUDA; on the CPU give dtype float32 and leave it out")
-        self.cuda_graphs, self.exact = cuda_graphs, exact
-        target = Path(load.DEFAULT / "target" if target is None else target)
+        target = Path(DEFAULT / "target" if target is None else target)
         config = self.target_config = TargetConfig.read(target, latent_norm_eps)
         self.tokenizer = Tokenizer.load(target, config.vocab_size)
         self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
         if draft == "none":
             found, shape, self.capture = None, Shape(0, topk), layer_inputs(capture, config.num_hidden_layers)
         else:
-            found = open_draft(Path(load.DEFAULT / "draft" if draft is None else draft), config, capture=capture,
+            found = open_draft(Path(DEFAULT / "draft" if draft is None else draft), config, capture=capture,
                                capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
             self.capture = found.config.capture
             if shape.steps and topk > found.config.draft_vocab_size:
                 raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")
-        self.draft_config, self.shape, self.chunk, self.max_batch = found and found.config, shape, chunk, max_batch
+        self.draft_config, self.shape, self.max_batch = found and found.config, shape, max_batch
         self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}",
                        f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None",
                        *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items())]
-        self._load(target, found, max_length, page_size, progress)
-
-    def _load(self, target, found, max_length, page_size, progress):
-        """Ask what fits, allocate, fill from the files, capture."""
-        config, shape, account = self.target_config, self.shape, load.open_target(target, self.target_config)
-        account = keep_packed(account) if self.device.type == "cuda" else account
-        draft = {f"draft.{name}": size for name, size in found.shapes.items()} if found else {}
-        weights = weight_bytes(account.shapes | draft, self.dtype, account.dtypes)
-        rotary = 8 * config.max_position_embeddings * (config.rope.dim + (found.config.rope.dim if found else 0))
-        hidden = self.max_batch * (shape.nodes + 1) * len(self.capture) * config.hidden_size * self.dtype.itemsize
-        latent = config.kv_lora_rank + config.qk_rope_head_dim
-        kv_heads, width = kv_shape(found.config) if found else (0, 0)
-        token = (config.num_hidden_layers * latent + kv_heads * width) * self.dtype.itemsize
-        self.max_length, tokens, reason = plan(available(self.device) - rotary - hidden, weights, token, self.max_batch, max_length,
-                                               config.max_position_embeddings, shape.scratch + page_size)
-        reach = self.max_length + shape.scratch
-        self.target = Target(config, account.shapes, self.dtype, self.device, reach, account.dtypes)
-        self.report += load.fill(account, self.target.parameters, progress).lines
-        self.draft, draft_cache = None, None
-        self.pages = Pages(1 + -(-tokens // page_size), page_size)
-        slots = self.pages.count * page_size
-        if found:
-            self.draft = Draft(found.config, found.shapes, found.d2t, self.target.embed, self.target.head, self.dtype, self.device, reach)
-            self.report += load_draft(found, self.draft.parameters, progress).lines
-            draft_cache = Cache(1, slots, kv_heads, width, self.dtype, self.device)[0]
-            if found.config.max_position_embeddings < self.max_length:
-                self.report.append(f"warning: the draft was trained to {found.config.max_position_embeddings} positions, max_length is "
-                                   f"{self.max_length}: expect fewer accepted tokens past that")
-        self.hidden = HiddenBuffer(self.max_batch, shape.nodes + 1, self.capture if found else (), config.hidden_size, self.dtype, self.device)
-        target_cache = Cache(config.num_hidden_layers, slots, 1, latent, self.dtype, self.device)
-        self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, draft_cache, self.hidden, shape)
-        self.scheduler = Scheduler(self.pages, self.max_batch, self.chunk, shape.scratch)
-        self.assemble = Assembler(page_size, self.max_length, config.vocab_size, self.device, self.exact)
+        self.runner = Runner(target, config, found, shape, self.device, self.dtype, capture=self.capture, max_batch=max_batch,
+                             max_length=max_length, chunk=chunk, page_size=page_size, exact=exact, cuda_graphs=cuda_graphs, progress=progress)
+        self.report += self.runner.report
+        self.max_length, self.pages = self.runner.max_length, self.runner.pages
+        self.scheduler = Scheduler(self.pages, max_batch, chunk, shape.scratch)
         self._inbox, self.closed = {}, False
-        self.report.append(f"max_length {self.max_length} ({reason}); caches hold {slots - page_size} tokens, {token} bytes each, "
-                           f"{size(slots * token)}; weights {size(weights)}")
-        self.graphs = Graphs(self) if self.cuda_graphs and self.device.type == "cuda" else None
-        if self.graphs:
-            self.graphs.warm(progress)
+
+    target, draft, hidden = (property(attrgetter(f"runner.{name}")) for name in ("target", "draft", "hidden"))
 
     @property
     def draft_steps(self):
@@ -138,10 +100,8 @@ class Engine:
         """An engine that shares this one's target and caches and decodes without a draft: the other side of a comparison."""
         self._check_open()
         engine = copy(self)
-        engine.shape, engine.draft = Shape(0), None
-        engine.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, engine.shape)
-        engine.scheduler = Scheduler(self.pages, self.max_batch, self.chunk, engine.shape.scratch)
-        engine.assemble, engine._inbox, engine.graphs = copy(self.assemble), {}, self.graphs and Graphs(engine)
+        engine.shape, engine.runner = Shape(0), self.runner.plain()
+        engine.scheduler, engine._inbox = Scheduler(self.pages, self.max_batch, self.runner.chunk, engine.shape.scratch), {}
         return engine
 
     def generate(self, prompts, params=None):
@@ -156,7 +116,6 @@ class Engine:
         """The same, as an iterator of Events while they come: one a request and round, the prefill's first token being the first."""
         return self._run(self._requests(prompts, params)[0])
 
-    @torch.inference_mode()
     def score(self, ids):
         """Logits and captured states after every token of a prompt (ids or text), in one pass without speculation."""
         self._check_open()
@@ -166,20 +125,18 @@ class Engine:
         count = self.pages.needed(len(ids))
         if count > self.pages.free:
             raise MinispecError(f"score: {len(ids)} ids need {count} pages, {self.pages.free} are free while other requests run")
-        pages, parts = self.pages.take(count), []
+        pages = self.pages.take(count)
+        self._announce("score", ids)
         try:
-            for at in range(0, len(ids), self.chunk):
-                batch = self.assemble.batch(self.assemble.tensor([pages]), [at], [0], [0], [0], None)
-                hidden, states = self.speculator.forward(batch, self.assemble.tensor([ids[at:at + self.chunk]]), self.capture)
-                parts.append((self.target.logits(hidden[0]), states[0]))
+            return Score(*self.runner.score(ids, pages))
         finally:
             self.pages.give(pages)
-        return Score(*(torch.cat(part) for part in zip(*parts)))
 
     def close(self):
         """Frees weights and caches. A closed engine refuses to work."""
-        self.closed = True
-        self.target = self.draft = self.hidden = self.speculator = self.graphs = None
+        if not self.closed:
+            self._announce("close")
+        self.closed, self.runner = True, None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -188,6 +145,9 @@ class Engine:
 
     def __exit__(self, *error):
         self.close()
+
+    def _announce(self, action, payload=None):
+        """Tells the other ranks what this one is about to do; alone nobody listens."""
 
     def _check_open(self):
         if self.closed:
@@ -233,6 +193,7 @@ class Engine:
         try:
             for request in requests:
                 self.scheduler.add(request)
+                self._announce("add", request)
             while any(not request.finish_reason or events[id(request)] for request in requests):
                 if not any(events.values()):
                     self._step()
@@ -244,6 +205,7 @@ class Engine:
                         yield event
         finally:
             for request in requests:
+                self._announce("finish", request)
                 self.scheduler.finish(request)
                 del self._inbox[id(request)]
 
@@ -265,15 +227,9 @@ class Engine:
 
     def _compute(self, kind, what):
         """Runs a step and hands its events to the streams."""
-        if kind == "prefill":
-            request, start, stop = what
-            more = request.prompt_ids[stop] if stop < len(request.prompt_ids) else None
-            path = self.speculator.prefill(self.assemble([request]), self.assemble.tensor([request.prompt_ids[start:stop]]), more)
-            request.length, request.draft_length = stop, stop - (more is None)
-            done, emitted, logprobs = ([request], *path.read()) if path else ([], [], [])
-        else:
-            done = what[0]
-            emitted, logprobs = self._round(done)
+        self._announce("step")
+        done = what[0] if kind == "round" else what[:1]
+        emitted, logprobs = self.runner.round(done) if kind == "round" else self.runner.prefill(*what)
         for request, (count, *tokens), logs in zip(done, emitted, logprobs):
             # an error waits in the inbox too: the stream that ran this step may be another's, and its own requests go on
             event = request.take(tokens[:count], logs and logs[:count]) if count else MinispecError(
@@ -282,13 +238,3 @@ class Engine:
             self._inbox[id(request)].append(event)
             if request.finish_reason or not count:
                 self.scheduler.finish(request)
-
-    def _round(self, requests):
-        """One round: [count, tokens ...] of each request, and its log-probabilities or None."""
-        if self.graphs and all(map(self.graphs.fits, requests)):
-            found = self.graphs(requests), [None] * len(requests)
-        else:
-            found = self.speculator.round(self.assemble(requests)).read()
-        for request in requests:
-            request.draft_length = request.length
-        return found

@@ -11,6 +11,7 @@ import pytest
 
 from minispec import Engine, MinispecError, SamplingParams, cli
 from minispec import engine as engines
+from minispec import runner as runners
 from minispec.options import DIALECT, ENGINE
 
 from .conftest import DEFAULT_DRAFT, DEFAULT_TARGET, ROOT
@@ -200,7 +201,7 @@ def test_contradictions_are_seen_before_anything_is_loaded(arguments, run, monke
 @pytest.mark.parametrize("length, free, says", [(900, 170_000_000, "max_length=900"), (None, 100_000_000, "MB"), (2000, None, "1024")])
 def test_too_little_memory_is_one_line(length, free, says, run, monkeypatch):  # noqa: F811
     if free:
-        monkeypatch.setattr(engines, "available", lambda device: free)
+        monkeypatch.setattr(runners, "available", lambda device: free)
     done = run("generate", *ONE, *(("--max-length", length) if length else ()))
     assert done.status == 2 and done.out == "" and says in done.err.splitlines()[-1]
 
