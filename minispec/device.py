@@ -65,6 +65,12 @@ def weight_bytes(shapes, dtype, dtypes={}):
     return sum(torch.Size(shape).numel() * dtypes.get(name, dtype).itemsize for name, shape in shapes.items())
 
 
+def workspace(config, draft, shape, batch, captured, dtype):
+    """Bytes beside weights and caches: rotary tables of target and draft (its config, or None), and the hidden buffer."""
+    rotary = 8 * config.max_position_embeddings * (config.rope.dim + (draft.rope.dim if draft else 0))
+    return rotary + batch * (shape.nodes + 1) * captured * config.hidden_size * dtype.itemsize
+
+
 def plan(free, weights, token, batch, length, context, scratch):
     """How long a request may be, and how many tokens the caches hold.
 

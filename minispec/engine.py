@@ -12,6 +12,7 @@ from minispec.config import TargetConfig, layer_inputs
 from minispec.device import resolve_device, resolve_dtype
 from minispec.errors import MinispecError
 from minispec.params import SamplingParams
+from minispec.ranks import Ranks
 from minispec.request import Request
 from minispec.runner import Runner
 from minispec.scheduler import Scheduler
@@ -38,19 +39,22 @@ class Engine:
     max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a
     forward; capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py);
     latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's logits have the
-    same bits in any company. progress(done, total, what): called as tensors are read and rounds captured. Bad input raises MinispecError.
+    same bits in any company. tensor_parallel: ranks that share the model, each running this same program; expert_parallel: routed experts are
+    dealt whole, not cut; shard_latent: q_a and kv_a are cut too, for one more gather a layer. progress(done, total, what): called as
+    tensors are read and rounds captured. Bad input raises MinispecError.
     """
 
     def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=1,
-                 max_batch=8, max_length=None, chunk=256, page_size=16, capture=None, capture_convention=None, d2t=None,
+                 expert_parallel=False, shard_latent=False, max_batch=8, max_length=None, chunk=256, page_size=16, capture=None, capture_convention=None, d2t=None,
                  latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None, norm_output=None,
                  cuda_graphs=True, exact=False, progress=None):
-        if tensor_parallel != 1:
-            raise MinispecError(f"tensor_parallel={tensor_parallel!r}: this version runs on one device; leave it at 1")
         for name, value, most in (("max_batch", max_batch, 1024), ("chunk", chunk, 2**16), ("page_size", page_size, 2**12),
-                                  ("max_length", 1 if max_length is None else max_length, 2**31)):
+                                  ("max_length", 1 if max_length is None else max_length, 2**31), ("tensor_parallel", tensor_parallel, 1024)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
                 raise MinispecError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
+        if tensor_parallel == 1 and (expert_parallel or shard_latent):
+            raise MinispecError(f"{'expert_parallel' if expert_parallel else 'shard_latent'}=True says how ranks share the model: give "
+                                "tensor_parallel of at least 2, or leave it out")
         for name, value in (("target", target), ("draft", draft)):
             if value == "" or not isinstance(value, (str, Path, type(None))):
                 raise MinispecError(f"{name} is {value!r}; give the folder of a checkpoint")
@@ -63,32 +67,36 @@ class Engine:
         if draft == "none" and (unread := [f"{name}={value!r}" for name, value in given.items() if value is not None]):
             raise MinispecError(f'{", ".join(unread)} is about a draft, and draft="none" leaves it out: drop one or the other')
         shape = Shape(draft_steps, topk, nodes)
-        self.device = resolve_device(device)
+        self.ranks, self.device = Ranks.connect(tensor_parallel, resolve_device(device), expert_parallel=expert_parallel,
+                                                shard_latent=shard_latent)
         self.dtype = resolve_dtype(dtype, self.device)
         if exact and self.device.type == "cpu":
             raise MinispecError("exact=True is about the kernels on CUDA; on the CPU give dtype float32 and leave it out")
-        target = Path(DEFAULT / "target" if target is None else target)
-        config = self.target_config = TargetConfig.read(target, latent_norm_eps)
-        self.tokenizer = Tokenizer.load(target, config.vocab_size)
-        self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
-        if draft == "none":
-            found, shape, self.capture = None, Shape(0, topk), layer_inputs(capture, config.num_hidden_layers)
-        else:
-            found = open_draft(Path(DEFAULT / "draft" if draft is None else draft), config, capture=capture,
-                               capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
-            self.capture = found.config.capture
-            if shape.steps and topk > found.config.draft_vocab_size:
-                raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")
-        self.draft_config, self.shape, self.max_batch = found and found.config, shape, max_batch
-        self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}",
-                       f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None",
-                       *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items())]
-        self.runner = Runner(target, config, found, shape, self.device, self.dtype, capture=self.capture, max_batch=max_batch,
-                             max_length=max_length, chunk=chunk, page_size=page_size, exact=exact, cuda_graphs=cuda_graphs, progress=progress)
-        self.report += self.runner.report
-        self.max_length, self.pages = self.runner.max_length, self.runner.pages
-        self.scheduler = Scheduler(self.pages, max_batch, chunk, shape.scratch)
-        self._inbox, self.closed = {}, False
+        with self.ranks.together():
+            target = Path(DEFAULT / "target" if target is None else target)
+            config = self.target_config = TargetConfig.read(target, latent_norm_eps)
+            self.tokenizer = Tokenizer.load(target, config.vocab_size)
+            self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
+            if draft == "none":
+                found, shape, self.capture = None, Shape(0, topk), layer_inputs(capture, config.num_hidden_layers)
+            else:
+                found = open_draft(Path(DEFAULT / "draft" if draft is None else draft), config, capture=capture,
+                                   capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps,
+                                   overrides=overrides)
+                self.capture = found.config.capture
+                if shape.steps and topk > found.config.draft_vocab_size:
+                    raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")
+            self.draft_config, self.shape, self.max_batch = found and found.config, shape, max_batch
+            self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}",
+                           f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None",
+                           *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items())]
+            self.runner = Runner(target, config, found, shape, self.device, self.dtype, self.ranks, capture=self.capture,
+                                 max_batch=max_batch, max_length=max_length, chunk=chunk, page_size=page_size, exact=exact,
+                                 cuda_graphs=cuda_graphs, progress=progress if self.ranks.rank == 0 else None)
+            self.report += self.runner.report
+            self.max_length, self.pages = self.runner.max_length, self.runner.pages
+            self.scheduler = Scheduler(self.pages, max_batch, chunk, shape.scratch)
+            self._inbox, self.closed = {}, False
 
     target, draft, hidden = (property(attrgetter(f"runner.{name}")) for name in ("target", "draft", "hidden"))
 
