@@ -36,7 +36,8 @@ def _order(p_ids, p_start, p_order, p_place, pairs, TOPK: tl.constexpr, C: tl.co
         place = less + tl.cumsum(mine.to(tl.int32), 0) - 1
         rank = tl.zeros((C,), tl.int32)
         for k in range(TOPK):
-            rank += (tl.load(p_ids + i_p // TOPK * TOPK + k, mask=mine, other=2**30) < e).to(tl.int32)
+            other = tl.load(p_ids + i_p // TOPK * TOPK + k, mask=mine, other=2**30)
+            rank += ((other < e) | (other == e) & (k < i_p % TOPK)).to(tl.int32)       # a row may have several that nobody takes
         tl.store(p_order + place, i_p, mask=mine)
         tl.store(p_place + i_p // TOPK * TOPK + rank, place, mask=mine)
         less += tl.sum(mine.to(tl.int32), 0)
@@ -50,8 +51,8 @@ def _gather(p_part, p_place, p_start, p_base, p_out, rows, E: tl.constexpr, H: t
     out = tl.zeros((BH,), tl.float32)
     for k in tl.static_range(PARTS):
         at = tl.load(p_place + i_row * PARTS + k).to(tl.int64) if SORTED else k * rows + i_row
-        taken = at < tl.load(p_start + E) if SORTED else True
-        out += tl.load(p_part + at * H + i_h, mask=(i_h < H) & taken, other=0.0)
+        width = tl.where(at < tl.load(p_start + E), H, 0) if SORTED else H        # places past every expert's hold what nobody here takes
+        out += tl.load(p_part + at * H + i_h, mask=i_h < width, other=0.0)
     if BASE:
         out += tl.load(p_base + i_row * H + i_h, mask=i_h < H, other=0.0).to(tl.float32)
     tl.store(p_out + i_row * H + i_h, out.to(p_out.dtype.element_ty), mask=i_h < H)

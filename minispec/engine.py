@@ -45,9 +45,9 @@ class Engine:
     """
 
     def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=1,
-                 expert_parallel=False, shard_latent=False, max_batch=8, max_length=None, chunk=256, page_size=16, capture=None, capture_convention=None, d2t=None,
-                 latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None, norm_output=None,
-                 cuda_graphs=True, exact=False, progress=None):
+                 expert_parallel=False, shard_latent=False, max_batch=8, max_length=None, chunk=256, page_size=16, capture=None,
+                 capture_convention=None, d2t=None, latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None,
+                 norm_output=None, cuda_graphs=True, exact=False, progress=None):
         for name, value, most in (("max_batch", max_batch, 1024), ("chunk", chunk, 2**16), ("page_size", page_size, 2**12),
                                   ("max_length", 1 if max_length is None else max_length, 2**31), ("tensor_parallel", tensor_parallel, 1024)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
