@@ -132,7 +132,7 @@ class Team:
     def __init__(self, rank, size, local, store, patience):
         self.rank, self.size, self.local, self.store, self.patience = rank, size, local, store, patience
         self.peers, self.children, self.causes, self.gone = {}, {}, [], set()
-        self.commands, self.ready, self.over, self.error, self.abort = queue.SimpleQueue(), threading.Event(), threading.Event(), None, None
+        self.commands, self.ready, self.over, self.error, self.abort = queue.SimpleQueue(), threading.Semaphore(0), threading.Event(), None, None
         self.what, self.at, self.moved, self.began, self.beaten, self.gathering = "", [0, 0], monotonic(), monotonic(), 0.0, None
         self.held = None        # Ctrl-C while a command is under way: its signals, else None
 
@@ -157,9 +157,10 @@ class Team:
 
     def __exit__(self, kind, error, trace):
         if self.rank:
-            return                              # its exceptions end in `_fell`
+            return error and self._fall(error)
         if error:
-            self.blame(error)
+            kind, text = explain(error)
+            self.causes.append((kind, [0], text))
             self.over.wait(self.patience)
         self.what, held, self.held = "", self.held, None
         if held is not None:
@@ -172,6 +173,15 @@ class Team:
         if self.error:
             self.what = ""
             raise MinispecError(self.error) from error
+
+    def meet(self):
+        """Rank 0 waits for all others: to connect, to have loaded."""
+        if self.rank:
+            self.peers[0].send("ready")
+        else:
+            for _ in range(1, self.size):
+                while not self.ready.acquire(timeout=0.05):
+                    self.check()
 
     def progress(self, inner):
         """progress(done, total, what) that also counts as a sign of life and stops a rank whose run has ended."""
@@ -194,13 +204,11 @@ class Team:
                 self.causes.append((LOST, [rank], f"takes no command for {self.patience / 2:g} s"))
         return self
 
-    def blame(self, error):
-        """This rank's own exception; rank 0 judges what ended the run."""
-        kind, text = explain(error)
-        if self.rank == 0:
-            self.causes.append((kind, [0], text))
-        else:
-            self.peers[0].send("error", kind, text)
+    def _fall(self, error):
+        """A rank above 0 tells rank 0 why it ends, and ends with the connection: torchrun must not notice before rank 0 has spoken."""
+        self.peers[0].send("error", *explain(error))
+        sleep(self.patience)
+        os._exit(1)
 
     def close(self):
         """Rank 0: ends the others, waits for those started here. Called twice is closed."""
@@ -237,6 +245,8 @@ class Team:
                         for what, *rest in messages:
                             if what == "beat":
                                 self.peers[key.data].state = rest
+                            elif what == "ready":
+                                self.ready.release()
                             else:
                                 self.causes.append((rest[0], [key.data], rest[1]))
                 if not self.over.is_set():
@@ -251,8 +261,7 @@ class Team:
         peer.connection.settimeout(self.patience / 2)
         self.peers[rank] = peer
         selector.register(peer.connection, selectors.EVENT_READ, rank)
-        if len(self.peers) == self.size - 1:
-            self.ready.set()
+        self.ready.release()
 
     def _lost(self, rank):
         if rank not in self.gone:
@@ -282,7 +291,7 @@ class Team:
                 self.causes.append((LOST, [rank], f"no sign of life for {self.patience / 2:g} s; it is stopped, or cut off from rank 0"))
             if peer.state[0]:
                 busy[rank] = (*peer.state[:2], peer.state[2] + now - peer.heard)
-        if not self.ready.is_set() and now - self.began > JOIN:
+        if len(self.peers) < self.size - 1 and now - self.began > JOIN:
             missing = [rank for rank in range(1, self.size) if rank not in self.peers]
             self.causes.append((LOST, missing, f"not there {JOIN} s after rank 0"))
         if busy and not self.causes:
@@ -365,8 +374,7 @@ def start(size, patience, options):
         signal.signal(signal.SIGTERM, lambda *_: _terminated(team))
     store.set("minispec/rank 0", json.dumps([listener.getsockname()[1], token, patience]))
     threading.Thread(target=team.watch, args=(listener, token), daemon=True).start()
-    while not team.ready.wait(0.05):
-        team.check()
+    team.meet()
     return team.tell("loading", options)
 
 
@@ -379,24 +387,16 @@ def _terminated(team):
 
 
 def join():
-    """A rank above 0: finds rank 0 -> Team, whose first command holds the options of the engine. An exception goes to rank 0, not to stderr."""
+    """A rank above 0: finds rank 0 -> Team, whose first command holds the options of the engine, and in whose context exceptions go to rank 0."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "MINISPEC_CHILD" in os.environ:          # until there is a connection: rank 0's end is the end of this pipe
         threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
-    sys.excepthook = lambda *_: os._exit(1)
     rank, size, local = environment()
     store = store_of((rank, size))
     port, token, patience = json.loads(store.get("minispec/rank 0"))
     team = Team(rank, size, local, store, patience)
     team.peers[0] = Peer(socket.create_connection((os.environ["MASTER_ADDR"], port), JOIN), patience / 2)
     team.peers[0].send(token, rank, os.getpid(), socket.gethostname())
-    sys.excepthook = lambda kind, error, trace: _fell(team, error)
     threading.Thread(target=team.follow, daemon=True).start()
     return team
-
-
-def _fell(team, error):
-    team.blame(error)
-    sleep(team.patience)                        # the connection's end ends this process; torchrun must not notice it before rank 0 has spoken
-    os._exit(1)
