@@ -1,5 +1,7 @@
 """The public API: checks what it is given, schedules requests, hands out what they emit."""
+import weakref
 from collections import deque
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
@@ -11,6 +13,8 @@ import torch
 from minispec.config import TargetConfig, layer_inputs
 from minispec.device import resolve_device, resolve_dtype
 from minispec.errors import MinispecError
+from minispec.launch import environment, size_of, start
+from minispec.mirror import serve
 from minispec.params import SamplingParams
 from minispec.ranks import Ranks
 from minispec.request import Request
@@ -21,6 +25,9 @@ from minispec.text import Decoder
 from minispec.tokenizer import Tokenizer, stop_ids
 from minispec.weights.draft import open_draft
 from minispec.weights.load import DEFAULT
+
+
+LOCAL = ("self", "progress", "team")        # arguments of Engine that do not travel to other ranks
 
 
 @dataclass(frozen=True)
@@ -39,20 +46,25 @@ class Engine:
     max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a
     forward; capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py);
     latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's logits have the
-    same bits in any company. tensor_parallel: ranks that share the model, each running this same program; expert_parallel: routed experts are
+    same bits in any company. tensor_parallel: ranks that share the model (launch.py starts them); expert_parallel: routed experts are
     dealt whole, not cut; shard_latent: q_a and kv_a are cut too, for one more gather a layer. progress(done, total, what): called as
     tensors are read and rounds captured. Bad input raises MinispecError.
     """
 
-    def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=1,
+    def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=None,
                  expert_parallel=False, shard_latent=False, max_batch=8, max_length=None, chunk=256, page_size=16, capture=None,
                  capture_convention=None, d2t=None, latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None,
-                 norm_output=None, cuda_graphs=True, exact=False, progress=None):
+                 norm_output=None, cuda_graphs=True, exact=False, patience=20, progress=None, team=None):
+        options, size, world = {name: value for name, value in locals().items() if name not in LOCAL}, size_of(tensor_parallel), environment()
+        if world and world[0] and not team:
+            serve(Engine)               # does not return
         for name, value, most in (("max_batch", max_batch, 1024), ("chunk", chunk, 2**16), ("page_size", page_size, 2**12),
-                                  ("max_length", 1 if max_length is None else max_length, 2**31), ("tensor_parallel", tensor_parallel, 1024)):
+                                  ("max_length", 1 if max_length is None else max_length, 2**31)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
                 raise MinispecError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
-        if tensor_parallel == 1 and (expert_parallel or shard_latent):
+        if isinstance(patience, bool) or not isinstance(patience, (int, float)) or not 1 <= patience <= 86400:
+            raise MinispecError(f"patience must be a number of seconds from 1 to 86400, not {patience!r}")
+        if size == 1 and (expert_parallel or shard_latent):
             raise MinispecError(f"{'expert_parallel' if expert_parallel else 'shard_latent'}=True says how ranks share the model: give "
                                 "tensor_parallel of at least 2, or leave it out")
         for name, value in (("target", target), ("draft", draft)):
@@ -67,12 +79,21 @@ class Engine:
         if draft == "none" and (unread := [f"{name}={value!r}" for name, value in given.items() if value is not None]):
             raise MinispecError(f'{", ".join(unread)} is about a draft, and draft="none" leaves it out: drop one or the other')
         shape = Shape(draft_steps, topk, nodes)
-        self.ranks, self.device = Ranks.connect(tensor_parallel, resolve_device(device), expert_parallel=expert_parallel,
-                                                shard_latent=shard_latent)
+        self.device = resolve_device(device)
+        if size > 1 and self.device.type == "cuda":
+            if self.device.index is not None:
+                raise MinispecError(f"device {device!r} is one GPU, and {size} ranks need one each: give cuda")
+            self.device = resolve_device(f"cuda:{world[2] if world else 0}")
         self.dtype = resolve_dtype(dtype, self.device)
         if exact and self.device.type == "cpu":
             raise MinispecError("exact=True is about the kernels on CUDA; on the CPU give dtype float32 and leave it out")
-        with self.ranks.together():
+        self._number, self.team = 0, team or start(size, patience, options)
+        if self.team:
+            progress = self.team.progress(progress)
+            if not self.team.rank:
+                weakref.finalize(self, self.team.close)         # also at the interpreter's end
+        with self.team or nullcontext():
+            self.ranks = Ranks.connect(self.team, self.device, expert_parallel=expert_parallel, shard_latent=shard_latent)
             target = Path(DEFAULT / "target" if target is None else target)
             config = self.target_config = TargetConfig.read(target, latent_norm_eps)
             self.tokenizer = Tokenizer.load(target, config.vocab_size)
@@ -92,11 +113,13 @@ class Engine:
                            *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items())]
             self.runner = Runner(target, config, found, shape, self.device, self.dtype, self.ranks, capture=self.capture,
                                  max_batch=max_batch, max_length=max_length, chunk=chunk, page_size=page_size, exact=exact,
-                                 cuda_graphs=cuda_graphs, progress=progress if self.ranks.rank == 0 else None)
+                                 cuda_graphs=cuda_graphs, progress=progress)
             self.report += self.runner.report
             self.max_length, self.pages = self.runner.max_length, self.runner.pages
             self.scheduler = Scheduler(self.pages, max_batch, chunk, shape.scratch)
             self._inbox, self.closed = {}, False
+            if self.team:
+                self.team.meet(len(self.team.peers))
 
     target, draft, hidden = (property(attrgetter(f"runner.{name}")) for name in ("target", "draft", "hidden"))
 
@@ -108,7 +131,9 @@ class Engine:
         """An engine that shares this one's target and caches and decodes without a draft: the other side of a comparison."""
         self._check_open()
         engine = copy(self)
-        engine.shape, engine.runner = Shape(0), self.runner.plain()
+        engine._whole, engine._number = self, id(engine)        # the ranks end with the engine that has them
+        with self._announce("plain", engine._number):
+            engine.shape, engine.runner = Shape(0), self.runner.plain()
         engine.scheduler, engine._inbox = Scheduler(self.pages, self.max_batch, self.runner.chunk, engine.shape.scratch), {}
         return engine
 
@@ -134,17 +159,17 @@ class Engine:
         if count > self.pages.free:
             raise MinispecError(f"score: {len(ids)} ids need {count} pages, {self.pages.free} are free while other requests run")
         pages = self.pages.take(count)
-        self._announce("score", ids)
         try:
-            return Score(*self.runner.score(ids, pages))
+            with self._announce("score", ids):
+                return Score(*self.runner.score(ids, pages))
         finally:
             self.pages.give(pages)
 
     def close(self):
         """Frees weights and caches. A closed engine refuses to work."""
-        if not self.closed:
-            self._announce("close")
         self.closed, self.runner = True, None
+        if self.team and not self._number:
+            self.team.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -154,10 +179,15 @@ class Engine:
     def __exit__(self, *error):
         self.close()
 
-    def _announce(self, action, payload=None):
-        """Tells the other ranks what this one is about to do; alone nobody listens."""
+    def _announce(self, action, *payload):
+        """Rank 0 tells the others what it is about to do -> the context in which it does so. Alone nobody listens."""
+        if self.team is None or self.team.rank or action == "finish" and self.team.over.is_set():
+            return nullcontext()
+        return self.team.tell(action, self._number, *payload)
 
     def _check_open(self):
+        if self.team:
+            self.team.check()
         if self.closed:
             raise MinispecError("this engine is closed; make a new one")
 
@@ -201,7 +231,8 @@ class Engine:
         try:
             for request in requests:
                 self.scheduler.add(request)
-                self._announce("add", request)
+                with self._announce("add", id(request), request.index, request.prompt_ids, request.params):
+                    pass
             while any(not request.finish_reason or events[id(request)] for request in requests):
                 if not any(events.values()):
                     self._step()
@@ -212,10 +243,10 @@ class Engine:
                             raise event
                         yield event
         finally:
-            for request in requests:
-                self._announce("finish", request)
-                self.scheduler.finish(request)
-                del self._inbox[id(request)]
+            with self._announce("finish", list(map(id, requests))):
+                for request in requests:
+                    self.scheduler.finish(request)
+                    del self._inbox[id(request)]
 
     def _step(self):
         """One step of the scheduler: a chunk of one prompt, or a round for all running requests."""
@@ -235,9 +266,9 @@ class Engine:
 
     def _compute(self, kind, what):
         """Runs a step and hands its events to the streams."""
-        self._announce("step")
         done = what[0] if kind == "round" else what[:1]
-        emitted, logprobs = self.runner.round(done) if kind == "round" else self.runner.prefill(*what)
+        with self._announce("step"):
+            emitted, logprobs = self.runner.round(done) if kind == "round" else self.runner.prefill(*what)
         for request, (count, *tokens), logs in zip(done, emitted, logprobs):
             # an error waits in the inbox too: the stream that ran this step may be another's, and its own requests go on
             event = request.take(tokens[:count], logs and logs[:count]) if count else MinispecError(

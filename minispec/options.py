@@ -58,6 +58,8 @@ ENGINE = (
     click.option("--device", help="auto (default), cpu, cuda or cuda:N."),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
                  help="auto (default) is float32 on CPU and bfloat16 on CUDA."),
+    click.option("--tensor-parallel", type=int, help="Ranks that share the model, a GPU each; default: those that torchrun started, else 1."),
+    click.option("--patience", type=float, help="Seconds without progress, 20 by default, after which a run of several ranks is ended."),
     click.option("--max-length", type=int, help="Tokens a request may hold, prompt included; default: the target's context."),
     click.option("--max-batch", type=int, help="Requests that run at once."),
     click.option("--cuda-graphs/--no-cuda-graphs", default=None, help="On CUDA a round is one captured graph, the default; the ids are the same."),

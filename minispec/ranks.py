@@ -1,17 +1,13 @@
 """The ranks of one run: which part of a whole each holds, and how they meet."""
 import hashlib
-import os
+import json
 from collections import Counter
-from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from minispec.errors import MinispecError
-
-class Told(MinispecError):
-    """An error that every rank raises, because one has told it."""
-
 
 CHECK = 256         # rounds between two comparisons of what the ranks hold in common
 
@@ -23,24 +19,24 @@ class Ranks:
     Alone, every method gives back what it is given and nothing is connected.
     """
 
-    def __init__(self, rank=0, size=1, group=None, side=None, *, expert_parallel=False, shard_latent=False):
-        self.rank, self.size, self.group, self.side = rank, size, group, side
+    def __init__(self, rank=0, size=1, group=None, side=None, tick=lambda: None, *, expert_parallel=False, shard_latent=False):
+        self.rank, self.size, self.group, self.side, self.tick = rank, size, group, side, tick
         self.expert_parallel, self.shard_latent = expert_parallel, shard_latent
 
     @classmethod
-    def connect(cls, size, device, *, expert_parallel=False, shard_latent=False):
-        """(Ranks over the process group that is up, this rank's device): of several GPUs on a host each rank takes its own."""
-        if size == 1:
-            return cls(), device
-        there = dist.get_world_size() if dist.is_initialized() else 1
-        if there != size:
-            raise MinispecError(f"tensor_parallel={size}, but {there} rank{'s' * (there > 1)} of this run are up: start as many as it says")
+    def connect(cls, team, device, *, expert_parallel=False, shard_latent=False):
+        """The ranks of a launch.Team, connected; alone for None. No process group of torch's own is needed or touched."""
+        if team is None:
+            return ALONE
+        day = timedelta(days=1)                 # what hangs is for the watch of launch.py to say
+        side = group = dist.ProcessGroupGloo(dist.PrefixStore("side/", team.store), team.rank, team.size, day)
         if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
             torch.cuda.set_device(device)
-        side = dist.new_group(backend="gloo")
-        group = dist.new_group(backend="nccl") if device.type == "cuda" else side
-        return cls(dist.get_rank(), size, group, side, expert_parallel=expert_parallel, shard_latent=shard_latent), device
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = day
+            group = dist.ProcessGroupNCCL(dist.PrefixStore("group/", team.store), team.rank, team.size, options)
+            team.abort = group.abort
+        return cls(team.rank, team.size, group, side, team.tick, expert_parallel=expert_parallel, shard_latent=shard_latent)
 
     def span(self, total):
         """(start, stop) of this rank's rows of `total`: all ranks hold ceil(total / size) but the last ones, who hold what is left."""
@@ -54,7 +50,8 @@ class Ranks:
     def sum(self, x):
         """The sum of every rank's x, in place, with the same bits on every rank."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.group)
+            self.tick()
+            self.group.allreduce([x]).wait()
         return x
 
     def gather(self, x, dim=-1):
@@ -62,8 +59,8 @@ class Ranks:
         if self.size == 1:
             return x
         out = x.new_empty(self.size, *x.shape)
-        every = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        every(out.view(-1), x.contiguous().view(-1), group=self.group)
+        self.tick()
+        self.group._allgather_base(out.view(-1), x.contiguous().view(-1)).wait()
         return torch.cat(out.unbind(0), dim)
 
     def join(self, x, total):
@@ -78,34 +75,26 @@ class Ranks:
             return tensors
         parts = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]
         flat = torch.cat(parts)
-        dist.broadcast(flat, dist.get_global_rank(self.group, 0), group=self.group)
+        self.tick()
+        self.group.broadcast(flat, 0).wait()
         taken = flat.split([len(part) for part in parts])
         return [part.view(x.dtype).view(x.shape) for part, x in zip(taken, tensors)]
 
     def exchange(self, value):
-        """Every rank's value, a plain one of the host. MinispecError with a rank's own line where one had to stop instead."""
+        """Every rank's value, something that JSON can hold."""
         if self.size == 1:
             return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.side)
-        for rank, one in enumerate(values):
-            if isinstance(one, MinispecError) and not isinstance(value, MinispecError):
-                raise Told(f"rank {rank}: {one}")
-        return values
+        self.tick()
+        data = json.dumps(value).encode()
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self.side.allgather([counts], [torch.tensor([len(data)])]).wait()
+        room = max(map(int, counts))
+        texts = [torch.zeros(room, dtype=torch.uint8) for _ in counts]
+        self.side.allgather([texts], [torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.uint8)]).wait()
+        return [json.loads(bytes(text.tolist())) for text in texts]
 
     def least(self, value):
         return min(self.exchange(value))
-
-    @contextmanager
-    def together(self):
-        """One rank's MinispecError inside becomes that of all: the others get it from the next `exchange`, which they must come to."""
-        try:
-            yield
-        except Told:
-            raise
-        except MinispecError as error:
-            self.exchange(MinispecError(str(error)))
-            raise
 
     def check(self, what, values):
         """MinispecError that names the ranks on which one of `values`, name -> tensor or text, is not what most of them have."""
@@ -119,7 +108,7 @@ class Ranks:
             most = Counter(one.get(name) for one in every).most_common(1)[0][0]
             others = [str(rank) for rank, one in enumerate(every) if one.get(name) != most]
             if others:
-                raise Told(f"{what}: {name} of rank {', '.join(others)} is not what the other ranks have; give every rank the "
+                raise MinispecError(f"{what}: {name} of rank {', '.join(others)} is not what the other ranks have; give every rank the "
                                     "same files, options and version, and look at that rank's hardware")
 
 
