@@ -93,12 +93,19 @@ class Runner:
             found = self.speculator.round(self.assemble(requests)).read()
         for request in requests:
             request.draft_length = request.length
-        if self.ranks.size > 1:
-            self.rounds, self.decided = self.rounds + 1, crc32(repr(found).encode(), self.decided)
-            if self.rounds % CHECK == 0:
-                seen = {"what was decided": str(self.decided), "captured states": self.hidden.states[:-1], "their tokens": self.hidden.next[:-1]}
-                self.ranks.check(f"round {self.rounds}", seen)
+        self._check(requests, found)
         return found
+
+    def _check(self, requests, found):
+        """Every CHECK rounds the ranks compare what all of them must hold alike: decisions, captured states, the newest latents in the cache."""
+        if self.ranks.size == 1:
+            return
+        self.rounds, self.decided = self.rounds + 1, crc32(repr(found).encode(), self.decided)
+        if self.rounds % CHECK == 0:
+            cache, pages = self.speculator.target_cache.data, sum((r.pages[:self.pages.needed(r.length)][-CHECK:] for r in requests), [])
+            self.ranks.check(f"round {self.rounds}", {
+                "what was decided": str(self.decided), "captured states": self.hidden.states[:-1], "their tokens": self.hidden.next[:-1],
+                "latents": cache.unflatten(1, (-1, self.pages.page_size))[:, pages]})
 
     @torch.inference_mode()
     def score(self, ids, pages):

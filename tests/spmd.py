@@ -16,10 +16,10 @@ from minispec.launch import Team
 from minispec.ranks import Ranks
 
 PROMPTS = [[7, 301, 45], [12, 9], [500, 4, 4, 88, 231, 90, 17, 60, 61, 62, 63, 64, 65]]
-FREE = [SamplingParams(max_tokens=14, ignore_eos=True), SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.6, seed=3, logprobs=True),
-        SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.9, seed=2**40 + 1)]
-HELD = [SamplingParams(max_tokens=7, ignore_eos=True, temperature=0.7, seed=4, top_k=20, top_p=0.9, min_p=0.02, logprobs=True),
-        SamplingParams(max_tokens=8, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.1,
+FREE = [SamplingParams(max_tokens=11, ignore_eos=True), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.6, seed=3, logprobs=True),
+        SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.9, seed=2**40 + 1)]
+HELD = [SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.7, seed=4, top_k=20, top_p=0.9, min_p=0.02, logprobs=True),
+        SamplingParams(max_tokens=6, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.1,
                        logit_bias={5: 3.0, 9: -100.0}, logprobs=True)]
 
 

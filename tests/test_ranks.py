@@ -35,6 +35,8 @@ RUNS = {        # name: (pair, options of every engine, options of ranks); 1, 2 
     "fp32 one row": ("fp32", dict(draft_steps=0), {}), "fp32 two rows": ("fp32", dict(draft_steps=1, topk=2, nodes=1), {}),
     "fp32 three rows": ("fp32", dict(draft_steps=2, topk=1), {}), "default": ("default", dict(max_length=64), {}),
 }
+# 4 ranks on 2 cores take 4 times as long as 2 of them
+CHOSEN = {*((2, name) for name in RUNS), *((4, name) for name in ("fp32 latent tree", "int4 experts chain", "fp8 chain", "v2 latent tree"))}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +66,8 @@ def build(target, team):
     return spmd.refused(lambda: Engine(target, "none", tensor_parallel=team.size, team=team))
 
 
-def other_bits(engine):
-    engine.hidden.states[0, 0, 0] += 1e-6
+def other_latents(engine):
+    engine.runner.speculator.target_cache.data[0, engine.scheduler.running[0].pages[0] * 16 + 2, 0, 3] += 1e-3
 
 
 def other_ids(engine):
@@ -74,26 +76,25 @@ def other_ids(engine):
 
 @pytest.fixture(scope="module")
 def ranks(pairs, tmp_path_factory):
-    """ranks(n) -> {job: [what each rank found]}, run once."""
+    """ranks(n) -> {job: [what each rank found]}, run once; rest: also the runs that are for slow days only."""
     root, known = tmp_path_factory.mktemp("ranks"), {}
     other = changed(pairs["fp32"][0], root / "eps", rms_norm_eps=1e-3)
     norm = tiny.write_target(root / "norm", num_hidden_layers=4, **PAIRS["fp32"][0] | {"seed": 1})
     large = tiny.write_target(root / "large", hidden_size=256, moe_intermediate_size=512, num_hidden_layers=3, n_routed_experts=32)
 
-    def of(size):
-        if size not in known:
+    def of(size, rest=False):
+        if (size, rest) not in known:
             jobs = [(name, spmd.told, dict(target=pairs[pair][0], draft=pairs[pair][1], **shape, **options))
-                    for name, (pair, shape, options) in RUNS.items() if size == 2 or pair != "default"]
-            jobs += [("heads", spmd.heads, {})]
+                    for name, (pair, shape, options) in RUNS.items() if (size, name) in CHOSEN or rest and pair != "default"]
+            jobs = [("memory", spmd.load, {"target": large}), ("heads", spmd.heads, {}), *jobs]
             fp32 = dict(target=pairs["fp32"][0], draft=pairs["fp32"][1])
             if size == 2:
                 jobs += [("config", partial(by_rank, build, {"target": other}), dict(target=pairs["fp32"][0])),
                          ("norm", partial(by_rank, build, {"target": norm}), dict(target=pairs["fp32"][0])),
-                         ("bits", spmd.drift, fp32 | {"fault": other_bits}), ("ids", spmd.drift, fp32 | {"fault": other_ids}),
+                         ("latents", spmd.drift, fp32 | {"fault": other_latents}), ("ids", spmd.drift, fp32 | {"fault": other_ids}),
                          ("astray", spmd.astray, fp32)]
-            jobs += [("memory", spmd.load, {"target": large})]
-            known[size] = spmd.run(size, root, jobs)
-        return known[size]
+            known[size, rest] = spmd.run(size, root, jobs)
+        return known[size, rest]
     return of
 
 
@@ -114,19 +115,17 @@ def alone(pairs):
         engine.close()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name, size", [pytest.param(name, size, marks=[] if (size, name) in CHOSEN else pytest.mark.slow)
+                                        for name in RUNS for size in (2, 4) if (name, size) != ("default", 4)])
 def test_ranks_say_what_one_says(name, size, ranks, alone):
     pair, shape, _ = RUNS[name]
-    if size == 4 and pair == "default":
-        pytest.skip("6 heads")
-    (one, engine), found = alone(pair, shape), ranks(size)[name]
+    (one, engine), found = alone(pair, shape), ranks(size, (size, name) not in CHOSEN)[name]
     for other in found[1:]:
         assert [vars(out) for out in other["free"] + other["held"]] == [vars(out) for out in found[0]["free"] + found[0]["held"]]
         for what in ("hidden", "logits", "states"):         # bit for bit on every rank
             assert torch.equal(other[what], found[0][what]), what
     for what in ("logits", "states"):
-        torch.testing.assert_close(found[0][what], one[what], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[0][what], one[what], rtol=1e-4, atol=1e-3)
     for mine, theirs, params in zip(one["free"] + one["held"], found[0]["free"] + found[0]["held"], spmd.FREE + spmd.HELD):
         if oracle.assert_same(mine, theirs, engine, params):
             assert mine.accepted == theirs.accepted
@@ -149,14 +148,14 @@ def test_the_winner_in_each_shard(size, ranks):
 
 
 @pytest.mark.parametrize("job, says", [("config", "before loading: target config of rank 1"), ("norm", "after loading: layers.0."),
-                                       ("bits", "round 6: captured states of rank 1"), ("ids", "round 6: what was decided of rank 1")])
+                                       ("latents", "round 6: latents of rank 1"), ("ids", "round 6: what was decided of rank 1")])
 def test_ranks_that_differ_are_named(job, says, ranks):
     assert all(says in line and "rank 1" in line for line in ranks(2)[job]), ranks(2)[job]
 
 
 def test_one_decision(ranks):
     first, second = ranks(2)["astray"]
-    assert first == second and len(first) == 14
+    assert first == second and len(first) == 11
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -165,7 +164,7 @@ def test_memory_of_a_rank(size, ranks):
     whole = sum(parameters for parameters, _ in ranks(size)["memory"])
     for parameters, growth in ranks(size)["memory"]:
         assert parameters < 1.2 * whole / size
-        assert 0.9 * parameters < growth < parameters + whole / 8, f"{growth / 1e6:.0f} MB for {parameters / 1e6:.0f} MB of {whole / 1e6:.0f}"
+        assert 0.7 * parameters < growth < parameters + whole / 8, f"{growth / 1e6:.0f} MB for {parameters / 1e6:.0f} MB of {whole / 1e6:.0f}"
 
 
 FORMATS = {"fp32": {}, "int4": dict(storage="int4", moe_intermediate_size=128), "fp8": dict(storage="fp8", moe_intermediate_size=512),
@@ -210,7 +209,10 @@ def test_slices_tile_the_model(name, size, latent, checkpoints):
         assert torch.equal(found, full), param
     config = TargetConfig.read(path)
     replicated = shard(open_target(path, config), config, Ranks(0, size, shard_latent=latent)).replicated
-    alike = sum(whole[param].nbytes for param in replicated) * (1 if name == "fp32" else 0.5)
+    alike = sum(whole[param].nbytes for param in replicated)
+    if not config.q_lora_rank and not latent:           # kv_a beside queries that are split
+        alike += config.num_hidden_layers * key * config.hidden_size * 4
+    alike *= 1 if name == "fp32" else 0.5
     if name in ("fp32", "v2"):          # stored plain: shares are exact but for what all hold, the router's bias in fp32
         assert sum(counts) == pytest.approx(read + (size - 1) * alike, rel=1e-3)
     assert max(counts) < read / size + alike * 1.05 + read * 0.02
