@@ -15,7 +15,7 @@ from minispec import __version__
 from minispec.errors import MinispecError
 from minispec.fields import printable
 from minispec.launch import environment
-from minispec.options import DIALECT, ENGINE, IDS, MODELS, SAMPLING, stacked
+from minispec.options import DIALECT, ENGINE, IDS, MEMORY, MODELS, RANKS, SAMPLING, stacked
 from minispec.printer import Printer
 from minispec.stats import Acceptance, gather
 
@@ -171,7 +171,8 @@ def as_object(engine, prompts, outputs, seconds):
 
 @commands.command(epilog=WORDS)
 @click.argument("directory", required=False, metavar="[DIR]")
-@stacked(*MODELS, *DIALECT)
+@stacked(*MODELS, *RANKS, *DIALECT)
+@click.option("--memory", type=MEMORY, help="Of each rank's device, as in 141GB; default: what this machine's device has free.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def inspect(directory, as_json, **options):
     """What is in a checkpoint, target or draft; the pair that comes with minispec without DIR."""

@@ -84,9 +84,10 @@ def test_draft_shape_and_device_reach_the_engine(run):  # noqa: F811
 
 
 SAMPLE = {"capture": "1,2,3", "capture_convention": "output", "d2t": "absolute", "latent_norm_eps": "0.25", "target": "T", "draft": "D",
-          "draft_steps": "5", "topk": "3", "nodes": "4", "device": "cuda:7", "dtype": "float16", "max_length": "77", "max_batch": "9"}
-VALUES = {"capture": (1, 2, 3), "latent_norm_eps": 0.25, **{name: int(SAMPLE[name]) for name in (
-    "draft_steps", "topk", "nodes", "max_length", "max_batch")}}
+          "draft_steps": "5", "topk": "3", "nodes": "4", "device": "cuda:7", "dtype": "float16", "max_length": "77", "max_batch": "9",
+          "tensor_parallel": "2", "patience": "7.5"}
+VALUES = {"capture": (1, 2, 3), "latent_norm_eps": 0.25, "patience": 7.5, **{name: int(SAMPLE[name]) for name in (
+    "draft_steps", "topk", "nodes", "max_length", "max_batch", "tensor_parallel")}}
 
 
 @pytest.mark.parametrize("command", ["generate", "bench"])
