@@ -134,6 +134,7 @@ class Team:
         self.peers, self.children, self.causes, self.gone = {}, {}, [], set()
         self.commands, self.ready, self.over, self.error, self.abort = queue.SimpleQueue(), threading.Semaphore(0), threading.Event(), None, None
         self.what, self.at, self.moved, self.began, self.beaten, self.gathering = "", [0, 0], monotonic(), monotonic(), 0.0, None
+        self.told = False       # the main thread knows of the error
         self.held = None        # Ctrl-C while a command is under way: its signals, else None
 
     def tick(self):
@@ -156,9 +157,9 @@ class Team:
         return self
 
     def __exit__(self, kind, error, trace):
-        if self.rank:
+        if self.rank and self.peers:
             return error and self._fall(error)
-        if error:
+        if error and self.peers:
             kind, text = explain(error)
             self.causes.append((kind, [0], text))
             self.over.wait(self.patience)
@@ -171,15 +172,15 @@ class Team:
 
     def check(self, error=None):
         if self.error:
-            self.what = ""
+            self.what, self.told = "", True
             raise MinispecError(self.error) from error
 
     def meet(self):
-        """Rank 0 waits for all others: to connect, to have loaded."""
-        if self.rank:
-            self.peers[0].send("ready")
-        else:
-            for _ in range(1, self.size):
+        """Rank 0 waits until all the others have come here."""
+        for peer in self.peers.values():
+            if self.rank:
+                peer.send("ready")
+            else:
                 while not self.ready.acquire(timeout=0.05):
                     self.check()
 
@@ -261,7 +262,6 @@ class Team:
         peer.connection.settimeout(self.patience / 2)
         self.peers[rank] = peer
         selector.register(peer.connection, selectors.EVENT_READ, rank)
-        self.ready.release()
 
     def _lost(self, rank):
         if rank not in self.gone:
@@ -311,11 +311,12 @@ class Team:
             text = child.status() or text
         name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
         self.error = name * (ranks != [0] or kind != REFUSED) + text
-        for rank, peer in self.peers.items():
-            # torchrun gives its processes 30 s after SIGTERM, and a stopped one does not hear it: those next to this one, of the same parent
-            if rank not in self.children and peer.host == socket.gethostname() and parent(peer.pid) == os.getppid():
-                os.kill(peer.pid, signal.SIGKILL)
         self._disband()
+        if not self.children:                   # torchrun gives a stopped process 30 s; it is killed here where it has this one's parent
+            sleep(0.3)
+            for peer in self.peers.values():
+                if peer.host == socket.gethostname() and parent(peer.pid) == os.getppid():
+                    os.kill(peer.pid, signal.SIGKILL)
         self.over.set()
         if self.abort:
             threading.Thread(target=self.abort, daemon=True).start()
@@ -374,13 +375,17 @@ def start(size, patience, options):
         signal.signal(signal.SIGTERM, lambda *_: _terminated(team))
     store.set("minispec/rank 0", json.dumps([listener.getsockname()[1], token, patience]))
     threading.Thread(target=team.watch, args=(listener, token), daemon=True).start()
-    team.meet()
+    while len(team.peers) < size - 1:
+        team.check()
+        sleep(0.01)
     return team.tell("loading", options)
 
 
 def _terminated(team):
     """torchrun ends all ranks as soon as one has ended: rank 0 first says which."""
-    team.over.wait(2)
+    team.over.wait(4)
+    if team.told:
+        return                  # and its caller is about to say so
     if team.error:
         os.write(2, f"minispec: error: {team.error}\n".encode())
     os._exit(2 if team.error else 128 + signal.SIGTERM)
