@@ -64,10 +64,13 @@ def oom_kills():
     return int(dict(line.split() for line in file.read_text().splitlines()).get("oom_kill", 0)) if file.is_file() else 0
 
 
-def parent(pid):
-    """Id of the parent of a process on this host; None without /proc."""
-    file = Path(f"/proc/{pid}/stat")
-    return int(file.read_text().rpartition(")")[2].split()[1]) if file.is_file() else None
+def kill_rank(rank, pid):
+    """Ends a rank that torchrun started, if it is on this host and still there: torchrun gives a stopped process 30 s."""
+    try:
+        if {f"RANK={rank}", f"MASTER_PORT={os.environ['MASTER_PORT']}"} <= set(Path(f"/proc/{pid}/environ").read_text().split("\0")):
+            os.kill(pid, signal.SIGKILL)
+    except (OSError, ValueError):
+        pass
 
 
 class Child:
@@ -103,7 +106,7 @@ class Peer:
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)        # a command is small and nothing answers it
         self.connection, self.lock, self.rest, self.heard = connection, threading.Lock(), b"", monotonic()
-        self.state, self.pid, self.host = ("", [0, 0], 0.0), None, None
+        self.state, self.pid = ("", [0, 0], 0.0), None
 
     def send(self, *message):
         line = json.dumps(message, default=lambda value: vars(value) if is_dataclass(value) else str(value)).encode() + b"\n"
@@ -132,7 +135,7 @@ class Team:
     def __init__(self, rank, size, local, store, patience):
         self.rank, self.size, self.local, self.store, self.patience = rank, size, local, store, patience
         self.peers, self.children, self.causes, self.gone = {}, {}, [], set()
-        self.commands, self.ready, self.over, self.error, self.abort = queue.SimpleQueue(), threading.Semaphore(0), threading.Event(), None, None
+        self.commands, self.ready, self.over, self.error, self.abort = queue.SimpleQueue(), threading.Semaphore(0), threading.Event(), None, lambda: None
         self.what, self.at, self.moved, self.began, self.beaten, self.gathering = "", [0, 0], monotonic(), monotonic(), 0.0, None
         self.told = False       # the main thread knows of the error
         self.held = None        # Ctrl-C while a command is under way: its signals, else None
@@ -147,12 +150,6 @@ class Team:
         self.at, self.moved, self.what = [self.at[0] + 1, 0], monotonic(), what
         return self
 
-    def _hold(self):
-        """Until the command ends Ctrl-C waits: a rank that leaves a step half-way is lost to the others."""
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self.held = []
-            signal.signal(signal.SIGINT, lambda *signals: self.held.append(signals))
-
     def __enter__(self):
         return self
 
@@ -163,16 +160,24 @@ class Team:
             kind, text = explain(error)
             self.causes.append((kind, [0], text))
             self.over.wait(self.patience)
+        interrupted = self._release()
+        if error is None or isinstance(error, Exception):
+            self.check(error)
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def _release(self):
+        """The end of a command -> whether Ctrl-C came meanwhile."""
         self.what, held, self.held = "", self.held, None
         if held is not None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.check(error)
-        if held:
-            raise KeyboardInterrupt
+        return bool(held)
 
     def check(self, error=None):
+        """MinispecError where the run has ended."""
         if self.error:
-            self.what, self.told = "", True
+            self._release()
+            self.told = True
             raise MinispecError(self.error) from error
 
     def meet(self):
@@ -196,13 +201,18 @@ class Team:
     def tell(self, action, *payload):
         """Rank 0: the command for every other rank, which each carries out in turn -> this, as the context of the same work here."""
         self.check()
-        self._hold()
         self.begin(f"step {self.at[0]}" if action == "step" else action)
+        # until the command ends Ctrl-C waits, but in loading: a rank that leaves a step half-way is lost to the others
+        if action != "loading" and threading.current_thread() is threading.main_thread() \
+                and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self.held = []
+            signal.signal(signal.SIGINT, lambda *signals: self.held.append(signals))
         for rank, peer in self.peers.items():
             try:
                 peer.send("do", action, *payload)
             except OSError:
                 self.causes.append((LOST, [rank], f"takes no command for {self.patience / 2:g} s"))
+        self.check()
         return self
 
     def _fall(self, error):
@@ -224,6 +234,7 @@ class Team:
             while monotonic() < until and any(child.process.poll() is None for child in self.children.values()):
                 sleep(0.01)
             self._disband()
+            self.abort()
 
     def _disband(self):
         for child in self.children.values():
@@ -258,7 +269,7 @@ class Team:
         hello = peer.read()
         if not hello or hello[0][0] != token:
             return peer.connection.close()
-        _, rank, peer.pid, peer.host = hello[0]
+        _, rank, peer.pid = hello[0]
         peer.connection.settimeout(self.patience / 2)
         self.peers[rank] = peer
         selector.register(peer.connection, selectors.EVENT_READ, rank)
@@ -282,7 +293,7 @@ class Team:
         """Looks for ranks that died, fell silent or stand still; ends the run half a second after the first sign, when all signs are in."""
         now = monotonic()
         busy = {0: (self.what, self.at, now - self.moved)} if self.what else {}
-        for rank, child in self.children.items():
+        for rank, child in list(self.children.items()):
             if child.process.poll() is not None:
                 self._lost(rank)
         for rank, peer in self.peers.items():
@@ -310,16 +321,14 @@ class Team:
         if child := len(ranks) == 1 and text == "ended without a word" and self.children.get(ranks[0]):
             text = child.status() or text
         name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
-        self.error = name * (ranks != [0] or kind != REFUSED) + text
+        self.error = name * (ranks != [0] or kind != REFUSED or text.startswith("out of memory")) + text
         self._disband()
-        if not self.children:                   # torchrun gives a stopped process 30 s; it is killed here where it has this one's parent
+        if not self.children:
             sleep(0.3)
-            for peer in self.peers.values():
-                if peer.host == socket.gethostname() and parent(peer.pid) == os.getppid():
-                    os.kill(peer.pid, signal.SIGKILL)
+            for rank, peer in self.peers.items():
+                kill_rank(rank, peer.pid)
         self.over.set()
-        if self.abort:
-            threading.Thread(target=self.abort, daemon=True).start()
+        threading.Thread(target=self.abort, daemon=True).start()
         until = monotonic() + self.patience / 4
         while self.what and monotonic() < until:
             sleep(0.05)
@@ -369,15 +378,16 @@ def start(size, patience, options):
     team = Team(0, size, world[2] if world else 0, store, patience)
     dual = socket.has_dualstack_ipv6() if world else False
     listener = socket.create_server(("" if world else "127.0.0.1", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
-    if not world:
-        team.children = {rank: Child(rank, size, store.port) for rank in range(1, size)}
-    elif threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+    if world and threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: _terminated(team))
     store.set("minispec/rank 0", json.dumps([listener.getsockname()[1], token, patience]))
     threading.Thread(target=team.watch, args=(listener, token), daemon=True).start()
-    while len(team.peers) < size - 1:
-        team.check()
-        sleep(0.01)
+    with team:
+        for rank in range(1, 1 if world else size):
+            team.children[rank] = Child(rank, size, store.port)
+        while len(team.peers) < size - 1:
+            team.check()
+            sleep(0.01)
     return team.tell("loading", options)
 
 
@@ -402,6 +412,6 @@ def join():
     port, token, patience = json.loads(store.get("minispec/rank 0"))
     team = Team(rank, size, local, store, patience)
     team.peers[0] = Peer(socket.create_connection((os.environ["MASTER_ADDR"], port), JOIN), patience / 2)
-    team.peers[0].send(token, rank, os.getpid(), socket.gethostname())
+    team.peers[0].send(token, rank, os.getpid())
     threading.Thread(target=team.follow, daemon=True).start()
     return team

@@ -59,6 +59,8 @@ ENGINE = (
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
                  help="auto (default) is float32 on CPU and bfloat16 on CUDA."),
     click.option("--tensor-parallel", type=int, help="Ranks that share the model, a GPU each; default: those that torchrun started, else 1."),
+    click.option("--expert-parallel", is_flag=True, default=None, help="A rank holds whole routed experts, not a part of each."),
+    click.option("--shard-latent", is_flag=True, default=None, help="Ranks share q_a and kv_a too: less memory, one more gather a layer."),
     click.option("--patience", type=float, help="Seconds without progress, 20 by default, after which a run of several ranks is ended."),
     click.option("--max-length", type=int, help="Tokens a request may hold, prompt included; default: the target's context."),
     click.option("--max-batch", type=int, help="Requests that run at once."),
