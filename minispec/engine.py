@@ -93,6 +93,8 @@ class Engine:
             if not self.team.rank:
                 weakref.finalize(self, self.team.close)         # also at the interpreter's end
         with self.team or nullcontext():
+            if self.team:               # nobody comes to connect where a rank was refused above
+                self.team.meet()
             self.ranks = Ranks.connect(self.team, self.device, expert_parallel=expert_parallel, shard_latent=shard_latent)
             target = Path(DEFAULT / "target" if target is None else target)
             config = self.target_config = TargetConfig.read(target, latent_norm_eps)
@@ -119,7 +121,7 @@ class Engine:
             self.scheduler = Scheduler(self.pages, max_batch, chunk, shape.scratch)
             self._inbox, self.closed = {}, False
             if self.team:
-                self.team.meet(len(self.team.peers))
+                self.team.meet()
 
     target, draft, hidden = (property(attrgetter(f"runner.{name}")) for name in ("target", "draft", "hidden"))
 

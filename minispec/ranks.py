@@ -1,6 +1,7 @@
 """The ranks of one run: which part of a whole each holds, and how they meet."""
 import hashlib
 import json
+import os
 from collections import Counter
 from datetime import timedelta
 
@@ -32,6 +33,7 @@ class Ranks:
         side = group = dist.ProcessGroupGloo(dist.PrefixStore("side/", team.store), team.rank, team.size, day)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")       # else torch aborts the process, notebook or not
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = day
             group = dist.ProcessGroupNCCL(dist.PrefixStore("group/", team.store), team.rank, team.size, options)

@@ -19,14 +19,16 @@ from .conftest import DEFAULT_DRAFT, DEFAULT_TARGET, ROOT
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes that are left in /proc")
 PROMPTS = ["def fibonacci(n):", "import os\n"]
-SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, seed=5, logit_bias={328: -1.5}, stop=("@@@",))
+GREEDY = SamplingParams(max_tokens=16)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=5, logit_bias={328: -1.5}, stop=("@@@",))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "minispec")
 LINE = "minispec: error: "
 # runs in a rank before anything else; FAULT is what it does when its `AT`-th command begins
 CUSTOM = """
 import os, signal, time
 if os.environ.get("RANK", "0") == os.environ.get("FAULTY"):
     from minispec.errors import MinispecError
-    from minispec.launch import Team
+    from minispec.watch import Team
     begin = Team.begin
     def faulty(self, what):
         out = begin(self, what)
@@ -74,7 +76,7 @@ class Processes:
         return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=cwd, env={**os.environ, **env}, text=True, start_new_session=True,
                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def generate(self, *options, start=("-m", "minispec"), tokens=24, **how):
+    def generate(self, *options, start=("-m", "minispec"), tokens=16, **how):
         prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
         return self.command(*start, "generate", *prompts, "--max-tokens", tokens, "--max-length", 1024, "--ignore-eos", *options, **how)
 
@@ -107,7 +109,7 @@ def pair(**options):
 @pytest.fixture(scope="module")
 def alone():
     with pair() as engine:
-        return {"greedy": engine.generate(PROMPTS, SamplingParams(max_tokens=24)), "sampled": engine.generate(PROMPTS, SAMPLED),
+        return {"greedy": engine.generate(PROMPTS, GREEDY), "sampled": engine.generate(PROMPTS, SAMPLED),
                 "logits": engine.score(PROMPTS[0]).logits}
 
 
@@ -117,14 +119,14 @@ def test_engine_of_two_ranks_says_what_one_says(processes, alone):
 
     with pair(tensor_parallel=2) as engine, pair(tensor_parallel=2) as other:
         assert len(processes.alive()) == 2
-        assert engine.generate(PROMPTS, SamplingParams(max_tokens=24)) == alone["greedy"]
+        assert engine.generate(PROMPTS, GREEDY) == alone["greedy"]
         assert any(out.accepted and max(out.accepted) > 0 for out in alone["greedy"]) and min(alone["greedy"][0].accepted) < 6
-        first, second = engine.stream(PROMPTS[0], SamplingParams(max_tokens=24)), engine.stream(PROMPTS[1], SAMPLED)
+        first, second = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], SAMPLED)
         ids, _ = [*next(first).ids, *next(first).ids], next(second)
         assert other.generate(PROMPTS, SAMPLED) == alone["sampled"]
         second.close()                                          # in the middle of its text
         assert ids + [token for event in first for token in event.ids] == alone["greedy"][0].ids
-        assert [out.ids for out in engine.plain().generate(PROMPTS, SamplingParams(max_tokens=24))] == [out.ids for out in alone["greedy"]]
+        assert engine.plain().generate(PROMPTS[0], GREEDY).ids == alone["greedy"][0].ids
         torch.testing.assert_close(engine.score(PROMPTS[0]).logits, alone["logits"], rtol=1e-4, atol=1e-4)
         with pytest.raises(MinispecError, match="max_length"):
             engine.generate(list(range(1, 1200)))
@@ -199,8 +201,7 @@ def test_interrupt_in_a_step_waits_for_its_end(processes, alone, monkeypatch):
 
 def test_command_line_and_torchrun_print_what_one_rank_prints(processes, alone):
     """Both at once on one host; the torchrun ranks above 0 print nothing."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "minispec")
-    runs = [processes.generate("--json", "--tensor-parallel", 2), processes.generate("--json", start=torchrun)]
+    runs = [processes.generate("--json", "--tensor-parallel", 2), processes.generate("--json", start=TORCHRUN)]
     for child in runs:
         out, err = child.communicate(timeout=60)
         assert child.returncode == 0, err
@@ -215,29 +216,20 @@ def test_a_script_without_a_main_guard(processes):
     script.write_text("from minispec import Engine, SamplingParams\nengine = Engine(max_length=256, tensor_parallel=2)\n"
                       "print(engine.generate('x = 1', SamplingParams(max_tokens=4)).ids)\n")
     one = processes.command(script)
-    two = processes.command("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
+    two = processes.command(*TORCHRUN[:-2], script)
     (out, err), (same, more) = one.communicate(timeout=60), two.communicate(timeout=60)
     assert one.returncode == two.returncode == 0 and out == same and out.count("\n") == 1, err + more
     processes.wait_until(0, 3)
 
 
-def test_a_killed_rank_ends_the_command_line_and_torchrun(processes):
-    processes.fault("os.kill(os.getpid(), 9)", rank=1, at=STEP)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "minispec")
-    one, two = processes.generate("--tensor-parallel", 2, tokens=900), processes.generate(start=torchrun, tokens=900)
-    out, err = one.communicate(timeout=30)
-    assert one.returncode == 2 and err.splitlines()[-1] == LINE + "rank 1: killed by signal 9 (SIGKILL)" and err.count(LINE) == 1, err
-    out, err = two.communicate(timeout=30)      # torchrun adds its own report
-    assert two.returncode and err.count(LINE) == 1 and LINE + "rank 1: ended without a word" in err, err
-    processes.wait_until(0, 3)
-
-
-def test_a_stopped_rank_ends_torchrun(processes):
-    processes.fault("os.kill(os.getpid(), 19)", rank=1, at=STEP)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "minispec")
-    child = processes.generate("--patience", 2, start=torchrun, tokens=900)
-    _, err = child.communicate(timeout=30)
-    assert child.returncode and err.count(LINE) == 1 and LINE + "rank 1: no sign of life for 1 s" in err, err
+@pytest.mark.parametrize("code, says", [("os.kill(os.getpid(), 9)", "ended without a word"), ("os.kill(os.getpid(), 19)", "no sign of life for 1 s")],
+                         ids=["killed", "stopped"])
+def test_a_failing_rank_ends_torchrun(code, says, processes):
+    """torchrun adds a report of its own."""
+    processes.fault(code)
+    child = processes.generate("--patience", 2, start=TORCHRUN, tokens=900)
+    _, err = child.communicate(timeout=40)
+    assert child.returncode and err.count(LINE) == 1 and LINE + "rank 1: " + says in err, err
     processes.wait_until(0, 3)
 
 
