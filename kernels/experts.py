@@ -99,15 +99,16 @@ def _block(p_start, i_block, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr
 
 
 @jit
-def active_list(p_ids, p_weights, p_active, p_dense, rows, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+def active_list(p_ids, p_weights, p_active, p_dense, rows, E: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr,
+                ROWS: tl.constexpr):
     """active[slot] = e | the rows that take it as bits << 16, for the active experts e in ascending order, -1 past the last; active[-1]
     how many there are; dense [slot, ROWS] the expert's weight in each row."""
     slot, i_p = tl.program_id(0), tl.arange(0, P)
     ids = tl.load(p_ids + i_p, mask=i_p < rows * TOPK, other=2**30).to(tl.int32)
     again = tl.max(((ids[:, None] == ids[None, :]) & (i_p[:, None] < i_p[None, :])).to(tl.int32), 0)
-    first = (again == 0) & (i_p < rows * TOPK)
+    first = (again == 0) & (i_p < rows * TOPK) & (ids < E)
     rank = tl.sum((first[None, :] & (ids[None, :] < ids[:, None])).to(tl.int32), 1)
-    e = tl.max(tl.where((rank == slot) & (i_p < rows * TOPK), ids, -1), 0)
+    e = tl.max(tl.where((rank == slot) & (i_p < rows * TOPK) & (ids < E), ids, -1), 0)
     i_m, i_k = tl.arange(0, ROWS), tl.arange(0, KP)
     at, live = i_m[:, None] * TOPK + i_k[None, :], (i_m < rows)[:, None] & (i_k < TOPK)[None, :]
     chosen = tl.load(p_ids + at, mask=live, other=-2).to(tl.int32) == e

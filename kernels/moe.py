@@ -23,38 +23,38 @@ FEW = 16        # rows up to which every active expert takes all of them
 
 
 @jit
-def _order(p_ids, p_start, p_order, p_place, pairs, E: tl.constexpr, TOPK: tl.constexpr, C: tl.constexpr):
-    """Counting sort of the pairs (row, choice) by expert, one expert a program: its first place, its pairs in order of rows,
-    and for each row its places by ascending expert."""
+def _order(p_ids, p_start, p_order, p_place, pairs, TOPK: tl.constexpr, C: tl.constexpr):
+    """Counting sort of the pairs (row, choice) by expert, one expert a program, and one for pairs that nobody here takes (E): its first
+    place, its pairs in order of rows, and for each row its places by ascending expert."""
     e = tl.program_id(0)
     less = 0
     for c in range(0, pairs, C):
         i_p = c + tl.arange(0, C)
         less += tl.sum((tl.load(p_ids + i_p, mask=i_p < pairs, other=2**30) < e).to(tl.int32), 0)
     tl.store(p_start + e, less)
-    if e == E - 1:
-        tl.store(p_start + E, pairs)
     for c in range(0, pairs, C):
         i_p = c + tl.arange(0, C)
         mine = tl.load(p_ids + i_p, mask=i_p < pairs, other=2**30) == e
         place = less + tl.cumsum(mine.to(tl.int32), 0) - 1
         rank = tl.zeros((C,), tl.int32)
         for k in range(TOPK):
-            rank += (tl.load(p_ids + i_p // TOPK * TOPK + k, mask=mine, other=2**30) < e).to(tl.int32)
+            other = tl.load(p_ids + i_p // TOPK * TOPK + k, mask=mine, other=2**30)
+            rank += ((other < e) | (other == e) & (k < i_p % TOPK)).to(tl.int32)       # a row may have several that nobody takes
         tl.store(p_order + place, i_p, mask=mine)
         tl.store(p_place + i_p // TOPK * TOPK + rank, place, mask=mine)
         less += tl.sum(mine.to(tl.int32), 0)
 
 
 @jit
-def _gather(p_part, p_place, p_base, p_out, rows, H: tl.constexpr, PARTS: tl.constexpr, SORTED: tl.constexpr, BASE: tl.constexpr,
-            BH: tl.constexpr):
+def _gather(p_part, p_place, p_start, p_base, p_out, rows, E: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, SORTED: tl.constexpr,
+            BASE: tl.constexpr, BH: tl.constexpr):
     """A row's parts, summed in order: part [PARTS, rows, H], or where p_place says."""
     i_row, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BH + tl.arange(0, BH)
     out = tl.zeros((BH,), tl.float32)
     for k in tl.static_range(PARTS):
         at = tl.load(p_place + i_row * PARTS + k).to(tl.int64) if SORTED else k * rows + i_row
-        out += tl.load(p_part + at * H + i_h, mask=i_h < H, other=0.0)
+        width = tl.where(at < tl.load(p_start + E), H, 0) if SORTED else H        # places past every expert's hold what nobody here takes
+        out += tl.load(p_part + at * H + i_h, mask=i_h < width, other=0.0)
     if BASE:
         out += tl.load(p_base + i_row * H + i_h, mask=i_h < H, other=0.0).to(tl.float32)
     tl.store(p_out + i_row * H + i_h, out.to(p_out.dtype.element_ty), mask=i_h < H)
@@ -81,9 +81,10 @@ def configure(kind, hidden, inter, rows):
 def moe(x, w13, w2, ids, weights, base=None, config=None):
     """sum over a row's experts of weight * down(silu(gate x) * up x).
 
-    x [N, h]; w13 [E, 2I, h], gate rows first; w2 [E, h, I], both stored in one of the forms above; ids int64, weights fp32 [N, k]; all
-    contiguous. Returns fp32 [N, h], or with base [N, h] that plus the sum, in base's dtype. Experts are summed in ascending order, so the
-    result does not depend on the order in which top-k returned them, and up to FEW rows not on the other rows.
+    x [N, h]; w13 [E, 2I, h], gate rows first; w2 [E, h, I], both stored in one of the forms above; ids int64 (E: an expert that is not
+    here), weights fp32 [N, k]; all contiguous. Returns fp32 [N, h], or with base [N, h] that plus the sum, in base's dtype. Experts are
+    summed in ascending order, so the result does not depend on the order in which top-k returned them, and up to FEW rows not on the
+    other rows.
     """
     if not use_triton(x):
         return moe_ref(x, w13, w2, ids, weights, base)
@@ -109,10 +110,10 @@ def moe(x, w13, w2, ids, weights, base=None, config=None):
                   UNIT=2.0**24 if kind == "int4" and dot == tl.bfloat16 else 1.0)
     if many:
         order, place = x.new_empty(pairs, dtype=torch.int32), x.new_empty(pairs, dtype=torch.int32)
-        _order[experts,](ids, start, order, place, pairs, E=experts, TOPK=topk, C=1024)
+        _order[experts + 1,](ids, start, order, place, pairs, TOPK=topk, C=1024)
     else:
         taken = x.new_empty(slots, all_rows, dtype=torch.float32)
-        active_list[slots,](ids, weights, active, taken, rows, TOPK=topk, KP=power_of_two(topk), P=power_of_two(pairs), ROWS=all_rows)
+        active_list[slots,](ids, weights, active, taken, rows, E=experts, TOPK=topk, KP=power_of_two(topk), P=power_of_two(pairs), ROWS=all_rows)
     halves = 1 if many else all_rows // block
     up[slots * halves * -(-2 * inter // bn),](
         x, weights if many else taken, v13, s13, h, active, start, order, rows, slots, TOPK=topk, ROWS=all_rows, BM=block,
@@ -122,7 +123,7 @@ def moe(x, w13, w2, ids, weights, base=None, config=None):
         BM=block2, BN=bn2, BK=bk2, SPLIT=split2, num_warps=split2, num_stages=stages2,
         maxnreg=None if block == 32 else registers2, **common)
     if last is not out:
-        _gather[rows, -(-hidden // 1024)](last, place if many else active, base, out, rows, H=hidden, PARTS=parts, SORTED=many,
+        _gather[rows, -(-hidden // 1024)](last, place if many else active, start, base, out, rows, E=experts, H=hidden, PARTS=parts, SORTED=many,
                                           BASE=base is not None, BH=1024)
     return out
 
@@ -146,9 +147,9 @@ def moe_ref(x, w13, w2, ids, weights, base=None, config=None):
     inter = (w13[0] if isinstance(w13, tuple) else w13).shape[-2] // 2
     w13, w2 = dequantize(w13, x.dtype, x.shape[1], 2), dequantize(w2, x.dtype, inter)
     experts, rows = w2.shape[0], x.shape[0]
-    dense = weights.new_zeros(rows, experts).scatter_(1, ids, weights)                                 # [N, E]
-    active = sorted(set(ids.flatten().tolist()))
-    if not 0 < rows <= FEW:
+    dense = weights.new_zeros(rows, experts + 1).scatter_(1, ids, weights)[:, :experts]                # [N, E]
+    active = sorted(set(ids.flatten().tolist()) - {experts})
+    if not active or rows > FEW:
         out = x.new_zeros(x.shape, dtype=torch.float32)
         for e in active:
             taken = dense[:, e].nonzero().flatten()

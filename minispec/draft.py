@@ -2,26 +2,28 @@
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
-from minispec.kernels.draft_logits import draft_logits
+from minispec.choice import draft_logits
 from minispec.kernels.linear import linear
 from minispec.kernels.tree_attention import tree_attention
-from minispec.layers import Rotary, allocate, mla_attend, mla_project, mlp, rms_norm
+from minispec.layers import Rotary, allocate, embed, mla_attend, mla_project, mlp, rms_norm
+from minispec.ranks import ALONE
 from minispec.tree import Tree, select
 
 
-def kv_shape(config):
-    """(KV heads, width) of a token in the draft's cache."""
-    return (1, config.kv_lora_rank + config.qk_rope_head_dim) if config.attention == "mla" else (config.num_key_value_heads, 2 * config.head_dim)
+def kv_shape(config, ranks=ALONE):
+    """(KV heads, width) of a token in a rank's draft cache."""
+    if config.attention == "mla":
+        return 1, config.kv_lora_rank + config.qk_rope_head_dim
+    return max(1, config.num_key_value_heads // ranks.size), 2 * config.head_dim
 
 
 class Draft:
     """shapes: DraftPlan.shapes; ids: int64 [draft vocab] target id of every draft id, or None for the full vocabulary; embed, head: the
-    target's, for drafts without their own; length: positions in the rotary table."""
+    target's, for drafts without their own; length: positions in the rotary table. ranks: who share the layer, fc by its output rows."""
 
-    def __init__(self, config, shapes, ids, embed, head, dtype, device, length):
-        self.config = config
+    def __init__(self, config, shapes, ids, embed, head, dtype, device, length, ranks=ALONE):
+        self.config, self.ranks = config, ranks
         self.parameters = allocate(shapes, dtype, device)
         self.p = SimpleNamespace(**{"embed": embed, "head": head, **self.parameters})
         self.ids = None if ids is None else ids.to(device)
@@ -35,18 +37,18 @@ class Draft:
         if c.fc_norm:
             parts = states.unflatten(-1, (len(c.capture), c.target_hidden_size))
             states = torch.cat([rms_norm(part, weight, c.rms_norm_eps) for part, weight in zip(parts.unbind(-2), p.fc_norm)], -1)
-        return linear(states, p.fc)
+        return self.ranks.join(linear(states, p.fc), c.hidden_size)
 
     def project(self, hidden, rows, cache):
         """First half of the layer: writes the rows' KV. hidden [B, R, h], fused or recycled -> (q [B, R, H, dk], residual [B, R, h])."""
         c, p, eps = self.config, self.p, self.config.rms_norm_eps
         normed = rms_norm(hidden, p.hidden_norm, eps)
-        x = torch.cat([rms_norm(F.embedding(rows.tokens, p.embed), p.embed_norm, eps), normed], -1)
+        x = torch.cat([rms_norm(embed(rows.tokens, p.embed, c.vocab_size, self.ranks), p.embed_norm, eps), normed], -1)
         angles = self.rotary.at(rows.positions)
         if c.attention == "mla":
-            q = mla_project(p, x, cache, rows, angles, c, self.rotary)
+            q = mla_project(p, x, cache, rows, angles, c, self.rotary, self.ranks)
         else:
-            heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+            heads, kv_heads = c.num_attention_heads // self.ranks.size, kv_shape(c, self.ranks)[0]
             q, k, v = linear(x, p.qkv).unflatten(-1, (-1, c.head_dim)).split([heads, kv_heads, kv_heads], 2)
             if c.qk_norm:
                 q, k = rms_norm(q, p.q_norm, eps), rms_norm(k, p.k_norm, eps)
@@ -61,8 +63,8 @@ class Draft:
             x = mla_attend(p, q, cache, view, c)
         else:
             x = linear(tree_attention(q, cache, view, c.softmax_scale, slice(c.head_dim, 2 * c.head_dim)).flatten(2), p.o)
-        x = residual + x
-        x = x + mlp(rms_norm(x, p.mlp_norm, c.rms_norm_eps), p.gate_up, p.down)
+        x = residual + self.ranks.sum(x)
+        x = x + self.ranks.sum(mlp(rms_norm(x, p.mlp_norm, c.rms_norm_eps), p.gate_up, p.down))
         normed = rms_norm(x, p.norm, c.rms_norm_eps)
         return normed, normed if c.norm_output else x
 
@@ -114,7 +116,7 @@ class Draft:
     def children(self, normed, batch, depth, shape):
         """The topk children, at `depth`, of every row [B, K, h]: target ids and log-probabilities [B, K, topk]."""
         parents = (batch.length + depth - 1)[:, None].expand(normed.shape[:2])
-        return draft_logits(normed, self.p.head, self.ids, shape.topk, batch.sampling, parents)
+        return draft_logits(normed, self.p.head, self.ids, shape.topk, batch.sampling, parents, self.config.draft_vocab_size, self.ranks)
 
 
 class Pool:

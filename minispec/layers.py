@@ -49,18 +49,32 @@ class Rotary:
         return torch.addcmul(x * cos, x.index_select(-1, self.partner), sin).to(x.dtype)
 
 
-def mla_project(p: SimpleNamespace, x, cache, rows, angles, config, rotary):
+def embed(tokens, table, vocab, ranks):
+    """Rows of an embedding of `vocab` rows, of which `table` holds this rank's."""
+    if ranks.size == 1:
+        return F.embedding(tokens, table)
+    local = tokens - ranks.span(vocab)[0]
+    found = F.embedding(local.clamp(0, len(table) - 1), table)
+    return ranks.sum(found.masked_fill_(((local < 0) | (local >= len(table)))[..., None], 0))
+
+
+def mla_project(p: SimpleNamespace, x, cache, rows, angles, config, rotary, ranks):
     """Queries and cached latents of multi-head latent attention in absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     x [B, R, width] -> q [B, R, H, kv_lora + rope]; writes each row's latent and rotated key to cache [slots, 1, kv_lora + rope] at rows.slots.
     score = scale * (UK^T q_nope . c + q_rope . k_rope): the per-head key projection UK moves from the cache to the query.
+    H are the heads of this rank, which kv_b holds.
     """
-    heads, nope, rope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
+    nope, rope, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
     exact = rows.view.exact
-    q, latent, k_rope = rowwise(lambda x: linear(x, p.qkv_a), x, exact).split([p.qkv_a.shape[0] - rank - rope, rank, rope], -1)
+    q = rowwise(lambda x: linear(x, p.qkv_a), x, exact)
+    if ranks.shard_latent:
+        own = 0 if config.q_lora_rank else len(p.kv_b) * (nope + rope)
+        q = torch.cat([q[..., :own], ranks.join(q[..., own:], (config.q_lora_rank or 0) + rank + rope)], -1)
+    q, latent, k_rope = q.split([q.shape[-1] - rank - rope, rank, rope], -1)
     if config.q_lora_rank:
         q = rowwise(lambda q: linear(q, p.q_b), rms_norm(q, p.q_norm, config.latent_norm_eps), exact)
-    q_nope, q_rope = q.unflatten(-1, (heads, nope + rope)).split([nope, rope], -1)
+    q_nope, q_rope = q.unflatten(-1, (-1, nope + rope)).split([nope, rope], -1)
     latent = rms_norm(latent, p.kv_norm, config.latent_norm_eps).unsqueeze(2)
     cache[rows.slots] = torch.cat([latent, rotary(k_rope.unsqueeze(2), angles)], -1)
     q_latent = rowwise(lambda q: torch.matmul(q.transpose(1, 2), p.kv_b[:, :nope]).transpose(1, 2), q_nope, exact)     # [B, R, H, rank]

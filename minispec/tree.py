@@ -1,5 +1,5 @@
 """The draft tree in flat form: row 0 is the pending true token, parents come before children, siblings differ."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -42,6 +42,13 @@ class Tree:
         """No nodes: a round that verifies nothing is plain decoding."""
         nothing = batch.pending[:, None][:, :0]
         return cls.build(batch, nothing, nothing, nothing, True)
+
+    def agreed(self, ranks):
+        """Rank 0's tree, so that all verify the same one."""
+        if ranks.size == 1:
+            return self
+        names = ("tokens", "parents", "depth", "valid", "ancestors")
+        return replace(self, **dict(zip(names, ranks.agree(*(getattr(self, name) for name in names)))))
 
     @cached_property
     def words(self):

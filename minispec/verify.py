@@ -1,5 +1,5 @@
 """Which proposals the target agrees with."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,13 @@ class Path:
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
     straight: bool
+
+    def agreed(self, ranks):
+        """Rank 0's decision, taken over by all."""
+        if ranks.size == 1:
+            return self
+        names = ("rows", "count", "tokens", "logprobs")[:3 + (self.logprobs is not None)]
+        return replace(self, **dict(zip(names, ranks.agree(*(getattr(self, name) for name in names)))))
 
     def read(self):
         """The host's one look at a round: [count, tokens ...] of each request, and its log-probabilities, or None for each."""

@@ -66,7 +66,7 @@ def poisoned(engine):
     step = engine._step
 
     def poison():
-        caches = engine.speculator.target_cache.data, engine.speculator.draft_cache[None]
+        caches = engine.runner.speculator.target_cache.data, engine.runner.speculator.draft_cache[None]
         for layers, length in zip(caches, ("length", "draft_length")):
             live = torch.zeros(layers.shape[1], dtype=torch.bool)
             for request in engine.scheduler.running:
@@ -85,7 +85,7 @@ def draft_kv(engine, request, length):
     """The first `length` committed draft KV entries of a request: [length, KV heads, width]."""
     size = engine.pages.page_size
     slots = torch.tensor([request.pages[i // size] * size + i % size for i in range(length)])
-    return engine.speculator.draft_cache[slots].clone()
+    return engine.runner.speculator.draft_cache[slots].clone()
 
 
 def first_proposal(engine, calls):
