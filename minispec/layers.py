@@ -4,15 +4,9 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
+from minispec.kernels.fused_linear import rms_norm
 from minispec.kernels.linear import linear, rowwise
 from minispec.kernels.tree_attention import tree_attention
-
-
-def rms_norm(x, weight, eps):
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis; the mean in fp32, the product in x's dtype (as transformers rounds)."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return weight * F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 
 def mlp(x, gate_up, down):
