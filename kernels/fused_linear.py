@@ -75,7 +75,12 @@ def fused_linear(x, weight, norm=None, eps=0.0, *, index=None, second=None, norm
 def inputs(config, depth, width, norm, norm2, dtype):
     """The constants of `product`."""
     return dict(K=depth, K1=width, NORM=(norm is not None) + 2 * (norm2 is not None), BK=config.BK, SPLIT=config.SPLIT, ROWS=ROWS,
-                DOT=tl.float32 if INTERPRET else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32))
+                DOT=dot_type(dtype))
+
+
+def dot_type(dtype):
+    """What a product's operands become: their own type, but the interpreter multiplies fp32 alone rightly."""
+    return tl.float32 if INTERPRET else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
 
 
 def fused_linear_ref(x, weight, norm=None, eps=0.0, *, index=None, second=None, norm2=None, residual=None, take=None, swiglu=False,

@@ -2,12 +2,12 @@
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
 from minispec.kernels.draft_logits import draft_logits
-from minispec.kernels.linear import linear
+from minispec.kernels.fused_linear import fused_linear, rms_norm
+from minispec.kernels.project import heads_front, latent_front
 from minispec.kernels.tree_attention import tree_attention
-from minispec.layers import Rotary, allocate, mla_attend, mla_project, mlp, rms_norm
+from minispec.layers import Rotary, allocate, mla_attend, mlp
 from minispec.tree import Tree, select
 
 
@@ -27,43 +27,45 @@ class Draft:
         self.ids = None if ids is None else ids.to(device)
         self.rotary = Rotary(config.rope, length, device)
 
-    def fuse(self, states):
-        """States of the target [B, R, A * target hidden] -> [B, R, h]. For rows that come from the target, and for no others."""
+    def fuse(self, states, index=None):
+        """States of the target [B, R, A * target hidden] -> [B, R, h]; index int64 [B, R]: which rows. For rows that come from the target,
+        and for no others."""
         c, p = self.config, self.p
-        if c.norm_before_fc:
-            states = rms_norm(states, p.input_norm, c.rms_norm_eps)
         if c.fc_norm:
+            states = states if index is None else states.flatten(0, -2)[index]
             parts = states.unflatten(-1, (len(c.capture), c.target_hidden_size))
             states = torch.cat([rms_norm(part, weight, c.rms_norm_eps) for part, weight in zip(parts.unbind(-2), p.fc_norm)], -1)
-        return linear(states, p.fc)
+            index = None
+        return fused_linear(states, p.fc, p.input_norm if c.norm_before_fc else None, c.rms_norm_eps, index=index)
 
     def project(self, hidden, rows, cache):
         """First half of the layer: writes the rows' KV. hidden [B, R, h], fused or recycled -> (q [B, R, H, dk], residual [B, R, h])."""
         c, p, eps = self.config, self.p, self.config.rms_norm_eps
-        normed = rms_norm(hidden, p.hidden_norm, eps)
-        x = torch.cat([rms_norm(F.embedding(rows.tokens, p.embed), p.embed_norm, eps), normed], -1)
-        angles = self.rotary.at(rows.positions)
+        residual, norm2 = hidden, p.hidden_norm
+        if c.norm_before_residual:
+            residual, norm2 = rms_norm(hidden, p.hidden_norm, eps), None
+        x, angles = dict(index=rows.tokens, second=residual, norm2=norm2), self.rotary.at(rows.positions)
         if c.attention == "mla":
-            q = mla_project(p, x, cache, rows, angles, c, self.rotary)
+            a = fused_linear(p.embed, p.qkv_a, p.embed_norm, eps, **x)
+            q = latent_front(a, getattr(p, "q_norm", None), getattr(p, "q_b", None), p.kv_norm, p.kv_b, c.qk_nope_head_dim, c.latent_norm_eps,
+                             angles, rows.slots, cache)
         else:
-            heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-            q, k, v = linear(x, p.qkv).unflatten(-1, (-1, c.head_dim)).split([heads, kv_heads, kv_heads], 2)
-            if c.qk_norm:
-                q, k = rms_norm(q, p.q_norm, eps), rms_norm(k, p.k_norm, eps)
-            q = self.rotary(q, angles)
-            cache[rows.slots] = torch.cat([self.rotary(k, angles), v], -1)
-        return q, normed if c.norm_before_residual else hidden
+            norms = (p.q_norm, p.k_norm) if c.qk_norm else (None, None)
+            q = heads_front(p.embed, p.qkv, p.embed_norm, eps, **x, q_norm=norms[0], k_norm=norms[1], angles=angles, slots=rows.slots,
+                            cache=cache, heads=c.num_attention_heads)
+        return q, residual
 
-    def attend(self, q, residual, view, cache):
-        """Second half: attention, MLP, final norm. Returns (normed state for the head, state to recycle), both [B, R, h]."""
-        c, p = self.config, self.p
+    def attend(self, q, residual, view, cache, take=None):
+        """Second half: attention, MLP, final norm. take int64 [B, r]: row numbers of the residual, where q holds a choice of rows.
+        Returns (normed state for the head, state to recycle), both [B, R, h]."""
+        c, p, eps = self.config, self.p, self.config.rms_norm_eps
         if c.attention == "mla":
-            x = mla_attend(p, q, cache, view, c)
+            x = mla_attend(p, q, residual, cache, view, c, take)
         else:
-            x = linear(tree_attention(q, cache, view, c.softmax_scale, slice(c.head_dim, 2 * c.head_dim)).flatten(2), p.o)
-        x = residual + x
-        x = x + mlp(rms_norm(x, p.mlp_norm, c.rms_norm_eps), p.gate_up, p.down)
-        normed = rms_norm(x, p.norm, c.rms_norm_eps)
+            heads = tree_attention(q, cache, view, c.softmax_scale, slice(c.head_dim, 2 * c.head_dim)).flatten(2)
+            x = fused_linear(heads, p.o, residual=residual, take=take)
+        x = mlp(x, p, p.mlp_norm, eps)
+        normed = rms_norm(x, p.norm, eps)
         return normed, normed if c.norm_output else x
 
     def extend(self, batch, cache, states, tokens, count):

@@ -4,10 +4,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from minispec.kernels.fused_linear import fused_linear, rms_norm
 from minispec.kernels.linear import linear, rowwise
 from minispec.kernels.moe import moe
+from minispec.kernels.project import latent_front
 from minispec.kernels.route import route
-from minispec.layers import Rotary, allocate, mla_attend, mla_project, mlp, namespaces, rms_norm
+from minispec.layers import Rotary, allocate, mla_attend, mlp, namespaces
 
 
 class Target:
@@ -27,30 +29,31 @@ class Target:
         Returns hidden [B, R, h] after the final norm and states [B, R, A * h]: for each id in `capture` the residual stream entering that
         layer (0 = embedding output, n = output of the last layer before the final norm), in the order of `capture`.
         """
+        c, eps, exact = self.config, self.config.rms_norm_eps, rows.view.exact
         x, entering = F.embedding(rows.tokens, self.embed), {}
         angles = self.rotary.at(rows.positions)
         for i, layer in enumerate(self.layers):
             if i in capture:
                 entering[i] = x
-            h = rms_norm(x, layer.attn_norm, self.config.rms_norm_eps)
-            q = mla_project(layer, h, cache[i], rows, angles, self.config, self.rotary)
-            x = x + mla_attend(layer, q, cache[i], rows.view, self.config)
-            h = rms_norm(x, layer.ffn_norm, self.config.rms_norm_eps)
-            x = x + rowwise(partial(self.experts, layer) if self.config.is_moe(i) else partial(mlp, gate_up=layer.gate_up, down=layer.down),
-                            h, rows.view.exact)
+            a = fused_linear(x, layer.qkv_a, layer.attn_norm, eps, exact=exact)
+            q = latent_front(a, getattr(layer, "q_norm", None), getattr(layer, "q_b", None), layer.kv_norm, layer.kv_b, c.qk_nope_head_dim,
+                             c.latent_norm_eps, angles, rows.slots, cache[i], exact)
+            x = mla_attend(layer, q, x, cache[i], rows.view, c)
+            x = rowwise(partial(self.experts, layer), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, exact)
         entering[len(self.layers)] = x
         states = torch.cat([entering[i] for i in capture], -1) if capture else x[..., :0]
-        return rms_norm(x, self.norm, self.config.rms_norm_eps), states
+        return rms_norm(x, self.norm, eps), states
 
     def experts(self, layer, x):
-        """Routed plus shared experts: [B, R, h] -> the same."""
-        c, flat = self.config, x.flatten(0, 1)
+        """x + routed and shared experts of its norm: [B, R, h] -> the same."""
+        c, eps = self.config, self.config.rms_norm_eps
+        flat = rms_norm(x, layer.ffn_norm, eps).flatten(0, 1)
         ids, weights = route(flat, layer.router, getattr(layer, "bias", None), scoring=c.scoring_func, topk=c.num_experts_per_tok,
                              groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
                              group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
         w13, w2 = ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale)) if hasattr(layer, "w13_scale") else (layer.w13, layer.w2)
-        shared = mlp(flat, layer.gate_up, layer.down) if c.n_shared_experts else None
-        return moe(flat, w13, w2, ids, weights, shared).to(x.dtype).view_as(x)
+        x = mlp(x, layer, layer.ffn_norm, eps) if c.n_shared_experts else x
+        return moe(flat, w13, w2, ids, weights, x.flatten(0, 1)).view_as(x)
 
     def logits(self, hidden):
         """hidden [..., h] -> fp32 [..., vocab]."""
