@@ -40,6 +40,16 @@ def few(rows, weight, exact=False):
 
 def rms_norm(x, weight, eps):
     """weight * x / sqrt(mean(x^2) + eps) over the last axis; the mean in fp32, the product in x's dtype (as transformers rounds)."""
+    if not use_triton(x) or x.shape[-1] > 2**14:
+        return rms_norm_ref(x, weight, eps)
+    out, rows = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[:-1].numel()
+    if rows:
+        flat, width = x.flatten(0, -2), x.shape[-1]
+        _norm[rows,](flat, weight, out, flat.stride(0), eps, W=width, WP=power_of_two(width), num_warps=4 if width <= 2048 else 8, **pdl(x))
+    return out
+
+
+def rms_norm_ref(x, weight, eps):
     if x.dtype == torch.float32:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return weight * F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
@@ -50,7 +60,8 @@ def fused_linear(x, weight, norm=None, eps=0.0, *, index=None, second=None, norm
     """[norm(x), norm2(second)] @ weight.T, then SwiGLU, then + residual.
 
     x [..., K1], or with index int64 [...] a table [..., K1] whose rows it names; second [..., K - K1], norm2 and both norms optional;
-    weight [N, K], with swiglu its gate rows first, N/2 columns come out; residual [..., N], or with take int64 [...] its row numbers.
+    weight [N, K], with swiglu its gate rows first, N/2 columns come out; residual [..., N]. take int64 [...]: row numbers, flat, of second
+    and residual.
     exact: no bit of a row depends on the number of rows. Returns [..., N] in x's dtype.
     """
     shape = (x if index is None else index).shape[: None if index is not None else -1]
@@ -86,16 +97,28 @@ def dot_type(dtype):
 def fused_linear_ref(x, weight, norm=None, eps=0.0, *, index=None, second=None, norm2=None, residual=None, take=None, swiglu=False,
                      exact=False, config=None):
     x = x if index is None else F.embedding(index, x.flatten(0, -2))
-    x = x if norm is None else rms_norm(x, norm, eps)
+    x = x if norm is None else rms_norm_ref(x, norm, eps)
+    second, residual = (t if t is None or take is None else t.flatten(0, -2)[take] for t in (second, residual))
     if second is not None:
-        x = torch.cat([x, second if norm2 is None else rms_norm(second, norm2, eps)], -1)
+        x = torch.cat([x, second if norm2 is None else rms_norm_ref(second, norm2, eps)], -1)
     out = linear(x, weight)
     if swiglu:
         gate, up = out.chunk(2, -1)
         out = F.silu(gate) * up
-    if residual is None:
-        return out
-    return (residual if take is None else residual.flatten(0, -2)[take]) + out
+    return out if residual is None else residual + out
+
+
+@jit
+def _norm(p_x, p_weight, p_out, s_x, eps, W: tl.constexpr, WP: tl.constexpr, PDL: tl.constexpr):
+    T: tl.constexpr = p_out.dtype.element_ty
+    i_row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WP)
+    weight = tl.load(p_weight + i, mask=i < W, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(p_x + i_row * s_x + i, mask=i < W, other=0.0).to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x, 0) / W + eps)).to(T).to(tl.float32) * weight
+    tl.store(p_out + i_row * W + i, x.to(T), mask=i < W)
 
 
 @jit
@@ -126,8 +149,9 @@ def _normed(x, k, r1, r2, p_norm, p_norm2, K: tl.constexpr, K1: tl.constexpr, NO
 
 
 @jit
-def product(p_x, p_y, p_norm, p_norm2, p_w, p_index, i_n, i_row, rows, s_x, s_y, eps, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr,
-            BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr, PDL: tl.constexpr):
+def product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, i_n, i_row, rows, s_x, s_y, eps, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr,
+            BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr, TAKE: tl.constexpr,
+            PDL: tl.constexpr):
     """fp32 [BN, ROWS]: rows i_n [BN] of the weight by rows i_row of the input."""
     T: tl.constexpr = p_x.dtype.element_ty
     BN: tl.constexpr = i_n.shape[0]
@@ -140,7 +164,7 @@ def product(p_x, p_y, p_norm, p_norm2, p_w, p_index, i_n, i_row, rows, s_x, s_y,
         tl.extra.cuda.gdc_launch_dependents()
     at = i_row.to(tl.int64)
     if K1 < K:
-        p_y += at * s_y
+        p_y += (tl.load(p_take + at, mask=real, other=0) if TAKE else at) * s_y
     p_x += (tl.load(p_index + at, mask=real, other=0) if INDEX else at) * s_x
     r1, r2 = tl.full([ROWS], 1.0, tl.float32), tl.full([ROWS], 1.0, tl.float32)
     if K <= SPLIT * BK:
@@ -193,8 +217,8 @@ def _linear(p_x, p_y, p_norm, p_norm2, p_w, p_residual, p_index, p_take, p_out, 
             K1: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr,
             INDEX: tl.constexpr, RESIDUAL: tl.constexpr, TAKE: tl.constexpr, SWIGLU: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     tile, i_row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    acc = product(p_x, p_y, p_norm, p_norm2, p_w, p_index, column(tile, N, BN, SWIGLU), i_row, rows, s_x, s_y, eps, K, K1, NORM, BK, SPLIT,
-                  ROWS, DOT, INDEX, PDL)
+    acc = product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, column(tile, N, BN, SWIGLU), i_row, rows, s_x, s_y, eps, K, K1, NORM, BK, SPLIT,
+                  ROWS, DOT, INDEX, TAKE, PDL)
     if SWIGLU:
         swiglu_store(acc, p_out, tile, i_row, rows, N, BN, ROWS)
     else:

@@ -102,18 +102,18 @@ def latent_lift_ref(part, lse, kv_b, nope, exact=False):
     return out.transpose(1, 2).flatten(2)
 
 
-def heads_front(x, weight, norm, eps, *, index, second, norm2, q_norm, k_norm, angles, slots, cache, heads, exact=False):
-    """q [B, R, heads, d] of the input that fused_linear makes of x, index, second and the norms; keys and values go to cache
+def heads_front(x, weight, norm, eps, *, index, second, norm2, take, q_norm, k_norm, angles, slots, cache, heads, exact=False):
+    """q [B, R, heads, d] of the input that fused_linear makes of x, index, second, take and the norms; keys and values go to cache
     [slots, KV, 2 d] at slots int64 [B, R], contiguous. weight [(heads + 2 KV) * d, K]; q_norm, k_norm [d], or None: a head's own norm."""
     kv_heads, depth, shape, dtype = cache.shape[1], cache.shape[2] // 2, slots.shape, x.dtype
     rows = slots.numel()
-    named = dict(index=index, second=second, norm2=norm2)
+    named = dict(index=index, second=second, norm2=norm2, take=take)
     if not use_triton(x) or not few(rows, weight, exact):
         return heads_front_ref(x, weight, norm, eps, **named, q_norm=q_norm, k_norm=k_norm, angles=angles, slots=slots, cache=cache,
                                heads=heads)
     fused = weight.numel() <= SMALL
     if not fused:
-        x, named = fused_linear(x, weight, norm, eps, **named, exact=exact), dict(index=None, second=None, norm2=None)
+        x, named = fused_linear(x, weight, norm, eps, **named, exact=exact), dict(index=None, second=None, norm2=None, take=None)
         norm = None
     out = torch.empty(*shape, heads, depth, dtype=dtype, device=cache.device)
     if not rows:
@@ -121,17 +121,17 @@ def heads_front(x, weight, norm, eps, *, index, second, norm2, q_norm, k_norm, a
     x, second = x.flatten(0, -2), None if named["second"] is None else named["second"].flatten(0, -2)
     c = configure(*weight.shape, x.element_size())
     _heads_front[heads + 2 * kv_heads, -(-rows // ROWS)](
-        x, second, norm, named["norm2"], weight.contiguous(), named["index"], q_norm, k_norm, angles.cos, angles.sin, angles.positions, slots,
+        x, second, norm, named["norm2"], weight.contiguous(), named["index"], named["take"], q_norm, k_norm, angles.cos, angles.sin, angles.positions, slots,
         cache, out, rows, x.stride(0), 0 if second is None else second.stride(0), cache.stride(0), cache.stride(1), eps, H=heads, KV=kv_heads,
         D=depth, DH=max(8, power_of_two(depth // 2)), FUSED=fused, QK=q_norm is not None, PAIRS=angles.interleaved,
-        INDEX=named["index"] is not None, **inputs(c, weight.shape[1], x.shape[-1], norm, named["norm2"], dtype), num_warps=c.SPLIT,
+        INDEX=named["index"] is not None, TAKE=named["take"] is not None, **inputs(c, weight.shape[1], x.shape[-1], norm, named["norm2"], dtype), num_warps=c.SPLIT,
         num_stages=c.stages, **pdl(x))
     return out
 
 
-def heads_front_ref(x, weight, norm, eps, *, index, second, norm2, q_norm, k_norm, angles, slots, cache, heads, exact=False):
+def heads_front_ref(x, weight, norm, eps, *, index, second, norm2, take, q_norm, k_norm, angles, slots, cache, heads, exact=False):
     kv_heads, depth = cache.shape[1], cache.shape[2] // 2
-    qkv = fused_linear_ref(x, weight, norm, eps, index=index, second=second, norm2=norm2)
+    qkv = fused_linear_ref(x, weight, norm, eps, index=index, second=second, norm2=norm2, take=take)
     q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, depth)).split([heads, kv_heads, kv_heads], 2)
     if q_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
@@ -184,10 +184,10 @@ def _latent_front(p_a, p_q, p_qnorm, p_qb, p_kvnorm, p_kvb, p_cos, p_sin, p_posi
                      other=0.0)
         start = head * (NOPE + ROPE)
         if FUSED:
-            q = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, start + tl.minimum(i_n, NOPE - 1), i_row, rows, s_a, s_a, eps, K, K1, NORM,
-                        BK, SPLIT, ROWS, DOT, False, PDL)
-            r = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, start + NOPE + channel, i_row, rows, s_a, s_a, eps, K, K1, NORM,
-                        BK, SPLIT, ROWS, DOT, False, 0).to(T).to(tl.float32)
+            q = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, start + tl.minimum(i_n, NOPE - 1), i_row, rows, s_a, s_a, eps, K, K1, NORM,
+                        BK, SPLIT, ROWS, DOT, False, False, PDL)
+            r = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, start + NOPE + channel, i_row, rows, s_a, s_a, eps, K, K1, NORM,
+                        BK, SPLIT, ROWS, DOT, False, False, 0).to(T).to(tl.float32)
         else:
             if PDL:
                 tl.extra.cuda.gdc_wait()
@@ -257,9 +257,9 @@ def _latent_lift(p_part, p_lse, p_kvb, p_out, rows, splits, H: tl.constexpr, NOP
 
 
 @jit
-def _heads_front(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_qnorm, p_knorm, p_cos, p_sin, p_positions, p_slots, p_cache, p_out, rows, s_x, s_y,
+def _heads_front(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, p_qnorm, p_knorm, p_cos, p_sin, p_positions, p_slots, p_cache, p_out, rows, s_x, s_y,
                  s_slot, s_kv, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DH: tl.constexpr, FUSED: tl.constexpr,
-                 QK: tl.constexpr, PAIRS: tl.constexpr, INDEX: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr,
+                 QK: tl.constexpr, PAIRS: tl.constexpr, INDEX: tl.constexpr, TAKE: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr,
                  BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr):
     """One head of queries, keys or values a program."""
     T: tl.constexpr = p_out.dtype.element_ty
@@ -267,8 +267,8 @@ def _heads_front(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_qnorm, p_knorm, p_co
     real, at, channel = i_row < rows, i_row.to(tl.int64), _pair(D, DH, PAIRS)
     mask = (tl.arange(0, 2 * DH) % DH < D // 2)[:, None] & real[None, :]
     if FUSED:
-        x = product(p_x, p_y, p_norm, p_norm2, p_w, p_index, head * D + channel, i_row, rows, s_x, s_y, eps, K, K1, NORM, BK, SPLIT, ROWS, DOT,
-                    INDEX, PDL).to(T).to(tl.float32)
+        x = product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, head * D + channel, i_row, rows, s_x, s_y, eps, K, K1, NORM, BK, SPLIT, ROWS,
+                    DOT, INDEX, TAKE, PDL).to(T).to(tl.float32)
     else:
         if PDL:
             tl.extra.cuda.gdc_wait()

@@ -49,10 +49,12 @@ class Speculator:
     @torch.inference_mode()
     def round(self, batch):
         """One round for every request of the batch. Returns the Path: what was emitted, accepted + 1 tokens each."""
-        tree = self.draft.grow(batch, self.draft_cache, self.hidden.take(batch), self.shape) if self.draft else Tree.root(batch)
+        pool = self.draft.grow(batch, self.draft_cache, self.hidden, self.shape) if self.draft else None
+        tree = Tree.best(batch, pool, self.shape)
         rows = tree.rows(batch)
         hidden, states = self.target(rows, self.target_cache, self.capture)
-        path = accept(tree, *choose(hidden, self.target.head, batch.length[:, None] + tree.depth, batch.sampling, tree.tokens, tree.ancestors))
+        ancestors = None if batch.sampling.repetition is None else tree.ancestors
+        path = accept(tree, *choose(hidden, self.target.head, rows.positions, batch.sampling, rows.tokens, ancestors))
         self.target_cache.commit(batch, path)
         if self.draft:
             self.hidden.put(batch, states, path)

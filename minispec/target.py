@@ -8,7 +8,7 @@ from minispec.kernels.fused_linear import fused_linear, rms_norm
 from minispec.kernels.linear import linear, rowwise
 from minispec.kernels.moe import moe
 from minispec.kernels.project import latent_front
-from minispec.kernels.route import route
+from minispec.kernels.route import ffn_front
 from minispec.layers import Rotary, allocate, mla_attend, mlp, namespaces
 
 
@@ -46,14 +46,13 @@ class Target:
 
     def experts(self, layer, x):
         """x + routed and shared experts of its norm: [B, R, h] -> the same."""
-        c, eps = self.config, self.config.rms_norm_eps
-        flat = rms_norm(x, layer.ffn_norm, eps).flatten(0, 1)
-        ids, weights = route(flat, layer.router, getattr(layer, "bias", None), scoring=c.scoring_func, topk=c.num_experts_per_tok,
-                             groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
-                             group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
+        c, flat, shared = self.config, x.flatten(0, 1), bool(self.config.n_shared_experts)
+        h, ids, weights, inner = ffn_front(
+            flat, layer.ffn_norm, c.rms_norm_eps, layer.router, getattr(layer, "bias", None), layer.gate_up if shared else None,
+            scoring=c.scoring_func, topk=c.num_experts_per_tok, groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
+            group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
         w13, w2 = ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale)) if hasattr(layer, "w13_scale") else (layer.w13, layer.w2)
-        x = mlp(x, layer, layer.ffn_norm, eps) if c.n_shared_experts else x
-        return moe(flat, w13, w2, ids, weights, x.flatten(0, 1)).view_as(x)
+        return moe(h, w13, w2, ids, weights, flat, (inner, layer.down) if shared else None).view_as(x)
 
     def logits(self, hidden):
         """hidden [..., h] -> fp32 [..., vocab]."""
