@@ -4,6 +4,7 @@ from functools import partial
 import torch
 
 from minispec.batch import Batch
+from minispec.kernels.accept import publish
 from minispec.kernels.choose import Sampling
 from minispec.params import SamplingParams
 
@@ -44,12 +45,7 @@ class Round:
 
     def _round(self, speculator, batch):
         path = speculator.round(batch)
-        length, pending, room, _, alive = self.state
-        count = path.count * alive
-        pending.copy_(path.tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0])
-        length.add_(count)
-        room.sub_(count)
-        return torch.cat([path.count[:, None], path.tokens], 1)
+        return publish(path.count, path.tokens, self.state)
 
     @torch.inference_mode()
     def __call__(self, requests, assemble):

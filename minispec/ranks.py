@@ -56,6 +56,10 @@ class Ranks:
             self.group.allreduce([x]).wait()
         return x
 
+    def once(self, x):
+        """x on rank 0, None on the others: what is to enter a sum one time."""
+        return None if self.rank else x
+
     def gather(self, x, dim=-1):
         """Every rank's x, of one shape, concatenated in the order of ranks."""
         if self.size == 1:

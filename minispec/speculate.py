@@ -49,13 +49,12 @@ class Speculator:
     @torch.inference_mode()
     def round(self, batch):
         """One round for every request of the batch. Returns the Path: what was emitted, accepted + 1 tokens each."""
-        tree = self.draft.grow(batch, self.draft_cache, self.hidden.take(batch), self.shape) if self.draft else Tree.root(batch)
-        if self.draft:
-            tree = tree.agreed(self.target.ranks)
+        pool = self.draft.grow(batch, self.draft_cache, self.hidden, self.shape) if self.draft else None
+        tree = Tree.best(batch, pool, self.shape).agreed(self.target.ranks)
         rows = tree.rows(batch)
         hidden, states = self.target(rows, self.target_cache, self.capture)
-        path = accept(tree, *self.choose(hidden, batch.length[:, None] + tree.depth, batch.sampling, tree.tokens, tree.ancestors))
-        path = path.agreed(self.target.ranks)
+        ancestors = None if batch.sampling.repetition is None else tree.ancestors
+        path = accept(tree, *self.choose(hidden, rows.positions, batch.sampling, rows.tokens, ancestors)).agreed(self.target.ranks)
         self.target_cache.commit(batch, path)
         if self.draft:
             self.hidden.put(batch, states, path)

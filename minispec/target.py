@@ -3,10 +3,11 @@ from functools import partial
 
 import torch
 
+from minispec.kernels.fused_linear import fused_linear, rms_norm
 from minispec.kernels.linear import linear, rowwise
 from minispec.kernels.moe import moe
-from minispec.kernels.route import route
-from minispec.layers import Rotary, allocate, embed, mla_attend, mla_project, mlp, namespaces, rms_norm
+from minispec.kernels.route import ffn_front
+from minispec.layers import Rotary, allocate, embed, latent_project, mla_attend, mlp, namespaces
 from minispec.ranks import ALONE
 
 
@@ -27,33 +28,33 @@ class Target:
         Returns hidden [B, R, h] after the final norm and states [B, R, A * h]: for each id in `capture` the residual stream entering that
         layer (0 = embedding output, n = output of the last layer before the final norm), in the order of `capture`.
         """
-        x, entering = embed(rows.tokens, self.embed, self.config.vocab_size, self.ranks), {}
+        c, eps, exact, ranks = self.config, self.config.rms_norm_eps, rows.view.exact, self.ranks
+        x, entering = embed(rows.tokens, self.embed, c.vocab_size, ranks), {}
         angles = self.rotary.at(rows.positions)
         for i, layer in enumerate(self.layers):
             if i in capture:
                 entering[i] = x
-            h = rms_norm(x, layer.attn_norm, self.config.rms_norm_eps)
-            q = mla_project(layer, h, cache[i], rows, angles, self.config, self.rotary, self.ranks)
-            x = x + self.ranks.sum(mla_attend(layer, q, cache[i], rows.view, self.config))
-            h = rms_norm(x, layer.ffn_norm, self.config.rms_norm_eps)
-            ffn = partial(self.experts, layer) if self.config.is_moe(i) else partial(mlp, gate_up=layer.gate_up, down=layer.down)
-            x = x + self.ranks.sum(rowwise(ffn, h, rows.view.exact))
+            a = fused_linear(x, layer.qkv_a, layer.attn_norm, eps, exact=exact)
+            q = latent_project(layer, a, cache[i], rows.slots, angles, c, ranks, exact)
+            x = mla_attend(layer, q, x, cache[i], rows.view, c, ranks)
+            x = rowwise(partial(self.experts, layer), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
         entering[len(self.layers)] = x
         states = torch.cat([entering[i] for i in capture], -1) if capture else x[..., :0]
-        return rms_norm(x, self.norm, self.config.rms_norm_eps), states
+        return rms_norm(x, self.norm, eps), states
 
     def experts(self, layer, x):
-        """Routed plus shared experts, this rank's part of them: [B, R, h] -> the same."""
-        c, flat = self.config, x.flatten(0, 1)
-        ids, weights = route(flat, layer.router, getattr(layer, "bias", None), scoring=c.scoring_func, topk=c.num_experts_per_tok,
-                             groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
-                             group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
+        """x + routed and shared experts of its norm: [B, R, h] -> the same."""
+        c, flat, shared = self.config, x.flatten(0, 1), bool(self.config.n_shared_experts)
+        h, ids, weights, inner = ffn_front(
+            flat, layer.ffn_norm, c.rms_norm_eps, layer.router, getattr(layer, "bias", None), layer.gate_up if shared else None,
+            scoring=c.scoring_func, topk=c.num_experts_per_tok, groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
+            group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
         if self.ranks.expert_parallel:
             ids = ids - self.ranks.experts(c.n_routed_experts)[0]
             ids = torch.where((ids < 0) | (ids >= len(layer.w2)), len(layer.w2), ids)
         w13, w2 = ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale)) if hasattr(layer, "w13_scale") else (layer.w13, layer.w2)
-        shared = mlp(flat, layer.gate_up, layer.down) if c.n_shared_experts else None
-        return moe(flat, w13, w2, ids, weights, shared).to(x.dtype).view_as(x)
+        out = moe(h, w13, w2, ids, weights, self.ranks.once(flat), (inner, layer.down) if shared else None)
+        return self.ranks.sum(out.to(x.dtype)).view_as(x)
 
     def logits(self, hidden):
         """hidden [..., h] -> fp32 [..., vocab]."""

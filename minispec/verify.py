@@ -39,4 +39,4 @@ def accept(tree, choice, logprobs, finite):
 
     choice int64 [B, R]: the target's own token after every row; finite bool [B, R]: whether its logits were.
     """
-    return Path(*kernel.accept(tree.tokens, tree.parents, tree.valid, tree.words, choice, logprobs, finite), tree.straight)
+    return Path(*kernel.accept(tree.laid.tokens, tree.laid.parents, tree.laid.valid, tree.laid.words, choice, logprobs, finite), tree.straight)
