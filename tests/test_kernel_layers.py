@@ -5,14 +5,16 @@ import pytest
 import torch
 
 from minispec.kernels import fused_linear as fused
-from minispec.kernels import project
+from minispec.kernels import accept, buffer, draft_logits, choose, moe, project, route, tree, tree_attention
 from minispec.kernels.fused_linear import Config, fused_linear, fused_linear_ref
 
 from minispec.kernels.project import heads_front, heads_front_ref, latent_front, latent_front_ref, latent_lift
 from minispec.config import Rope
 from minispec.layers import Rotary
+from minispec import Engine, SamplingParams
 
 from .conftest import assert_close
+from .test_kernels import routed_loop
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,7 +24,7 @@ TIGHT = {torch.float32: 1e-6, torch.bfloat16: 3e-2 if INTERPRETED else 8e-3, tor
 
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch):
-    for module in (fused, project):
+    for module in (fused, project, accept, buffer, draft_logits, choose, moe, route, tree, tree_attention):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 
@@ -35,7 +37,7 @@ def norm64(x, weight, eps):
 
 
 @pytest.mark.parametrize("rows, columns, depth", [(1, 33, 24), (7, 50, 97), (17, 16, 384), (0, 9, 8), (3, 20, 1100)])
-@pytest.mark.parametrize("options", [(), ("norm",), ("index", "norm"), ("residual",), ("residual", "take"), ("swiglu", "norm"),
+@pytest.mark.parametrize("options", [(), ("norm",), ("index", "norm"), ("residual",), ("residual", "take"), ("norm", "second", "take"), ("swiglu", "norm"),
                                      ("index", "norm", "second", "norm2"), ("norm", "second"), ("second", "norm2")], ids="-".join)
 def test_fused_linear(rows, columns, depth, options):
     check(rows, columns, depth, options, torch.float32)
@@ -56,22 +58,23 @@ def check(rows, columns, depth, options, dtype, config=None):
     table.copy_(draw(g, rows + 4, width, dtype=dtype))
     index = torch.randint(0, rows + 4, (rows,), generator=g).to(DEVICE)
     x = table if "index" in options else table[:rows]
-    second = draw(g, rows, depth - width, dtype=dtype) if "second" in options else None
-    norms = [draw(g, size, dtype=dtype) if name in options else None for name, size in (("norm", width), ("norm2", depth - width))]
-    residual = draw(g, rows + 2, columns, dtype=dtype) if "residual" in options else None
     take = torch.randint(0, rows + 2, (rows,), generator=g).to(DEVICE) if "take" in options else None
-    residual = residual if take is not None or residual is None else residual[:rows]
+    others = rows + 2 if take is not None else rows
+    second = draw(g, others, depth - width, dtype=dtype) if "second" in options else None
+    norms = [draw(g, size, dtype=dtype) if name in options else None for name, size in (("norm", width), ("norm2", depth - width))]
+    residual = draw(g, others, columns, dtype=dtype) if "residual" in options else None
     named = dict(index=index if "index" in options else None, second=second, norm2=norms[1], residual=residual, take=take,
                  swiglu="swiglu" in options)
     full = (x[index] if "index" in options else x).double()
     full = full if norms[0] is None else norm64(full, norms[0], eps)
+    second, residual = (t if t is None or take is None else t[take] for t in (second, residual))
     if second is not None:
         full = torch.cat([full, second.double() if norms[1] is None else norm64(second, norms[1], eps)], -1)
     expected = full @ weight.double().T
     if "swiglu" in options:
         gate, up = expected.chunk(2, -1)
         expected = gate / (1 + (-gate).exp()) * up
-    expected = expected if residual is None else expected + (residual if take is None else residual[take]).double()
+    expected = expected if residual is None else expected + residual.double()
     out = fused_linear(x, weight, norms[0], eps, **named, config=config)
     assert out.dtype == dtype
     assert_close(f"kernel {options}", expected, out, TIGHT[dtype])
@@ -151,7 +154,7 @@ def test_heads_front(rows, heads, kv_heads, depth, hidden, qk, dtype, style, fus
     weight = draw(g, (heads + 2 * kv_heads) * depth, 2 * hidden, dtype=dtype, scale=hidden**-0.5)
     q_norm, k_norm = (draw(g, depth, dtype=dtype) for _ in range(2)) if qk else (None, None)
     angles, slots = places(g, rows, style, depth)
-    named = dict(index=index, second=second, norm2=norms[1], q_norm=q_norm, k_norm=k_norm, angles=angles, slots=slots, heads=heads)
+    named = dict(index=index, second=second, norm2=norms[1], take=None, q_norm=q_norm, k_norm=k_norm, angles=angles, slots=slots, heads=heads)
     x = torch.cat([norm64(embed[index[0]], norms[0], eps), norm64(second[0], norms[1], eps)], -1)
     q, k, v = (x @ weight.double().T).view(rows, heads + 2 * kv_heads, depth).split([heads, kv_heads, kv_heads], 1)
     q, k = (norm64(q, q_norm, eps), norm64(k, k_norm, eps)) if qk else (q, k)
@@ -162,3 +165,101 @@ def test_heads_front(rows, heads, kv_heads, depth, hidden, qk, dtype, style, fus
         cache = torch.full_like(expected, float("nan"))
         assert_close("q", q[None], run(embed, weight, norms[0], eps, **named, cache=cache), TIGHT[dtype] * 2)
         assert_close("cache", expected, cache, TIGHT[dtype] * 2)
+
+
+@pytest.mark.parametrize("rows, hidden, experts, topk, groups, inter, dtype", [
+    (1, 40, 5, 2, 1, 24, torch.float32), (7, 384, 16, 4, 1, 192, torch.float32), (19, 33, 24, 3, 4, 9, torch.float32),
+    (2, 24, 6, 2, 2, None, torch.float32), (0, 24, 6, 2, 1, 8, torch.float32), (5, 64, 16, 4, 1, 32, torch.bfloat16)])
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+def test_ffn_front(rows, hidden, experts, topk, groups, inter, dtype, scoring):
+    g, eps = torch.Generator().manual_seed(rows), 1e-3
+    x, norm = draw(g, rows, hidden, dtype=dtype), draw(g, hidden, dtype=dtype)
+    router, bias = draw(g, experts, hidden, scale=hidden**-0.5), draw(g, experts, scale=0.3) if scoring == "sigmoid" else None
+    gate_up = None if inter is None else draw(g, 2 * inter, hidden, dtype=dtype, scale=hidden**-0.5)
+    routing = dict(scoring=scoring, topk=topk, groups=groups, topk_groups=max(1, groups // 2), group_top=1 + (scoring == "sigmoid"),
+                   normalise=True, scaling=2.5)
+    h, ids, weights, inner = route.ffn_front(x, norm, eps, router, bias, gate_up, **routing)
+    assert_close("norm", norm64(x, norm, eps), h, TIGHT[dtype])
+    expected_ids, expected_weights = routed_loop(h.cpu().float(), router.cpu(), None if bias is None else bias.cpu(), **routing)
+    assert ids.tolist() == expected_ids
+    assert_close("weights", torch.tensor(expected_weights, dtype=torch.float64).view(weights.shape), weights.cpu(), 1e-5)
+    if inter is None:
+        assert inner is None
+    else:
+        gate, up = (norm64(x, norm, eps) @ gate_up.double().T).chunk(2, -1)
+        assert_close("shared", gate / (1 + (-gate).exp()) * up, inner, TIGHT[dtype] * 2)
+
+
+@pytest.mark.parametrize("batch, steps, topk, nodes", [(1, 6, 1, 6), (2, 6, 4, 6), (3, 3, 3, 11), (1, 2, 5, 30), (1, 5, 16, 63), (2, 1, 3, 2)])
+def test_a_tree_grows_as_its_reference_says(batch, steps, topk, nodes):
+    """The reference is compared with walks in tests/test_tree.py and tests/test_draft.py. Scores differ, so that no order is left open."""
+    g = torch.Generator().manual_seed(nodes)
+    table = (torch.randperm(batch * 40, generator=g).view(batch, 40) + 1).to(DEVICE)
+    length, pending = torch.randint(1, 60, (2, batch), generator=g).to(DEVICE)
+    room = torch.randint(1, steps + 2, (batch,), generator=g).to(DEVICE)
+    pools, before = [tree.Pool.empty(batch, steps, topk, DEVICE) for _ in range(2)], [None, None]
+    for depth in range(1, steps + 1):
+        rows = 1 if depth == 1 else topk
+        tokens, logp = torch.randint(0, 99, (batch, rows, topk), generator=g).to(DEVICE), -draw(g, batch, rows, topk).abs()
+        logp[:, 0, topk - 1] = -torch.inf
+        arguments = depth, length, table, 4
+        before = [run(tokens, logp, old, pool, *arguments) for run, old, pool in zip((tree.level, tree.level_ref), before, pools)]
+        for name, found, expected in zip(tree.Frontier._fields, *before):
+            live = before[1].scores > -torch.inf        # which of two that are impossible comes first is open
+            assert torch.equal(found[live], expected[live]), (name, depth)
+        before[0] = tree.Frontier(*(part.contiguous() for part in before[1]))
+        for found, expected in zip(*(pool.filled(depth, topk) for pool in pools)):
+            assert torch.equal(found, expected)
+    arguments = nodes, topk, pending, length, room, table, 4
+    for name, found, expected in zip(tree.Laid._fields, tree.plant(pools[0], *arguments), tree.plant_ref(pools[0], *arguments)):
+        assert torch.equal(found, expected), name
+
+
+def test_the_root_alone():
+    arguments = 0, 4, *torch.tensor([[7, 8, 9], [3, 0, 5], [1, 5, 0]], device=DEVICE), torch.arange(12, device=DEVICE).view(3, 4), 2
+    for found, expected in zip(tree.plant(None, *arguments), tree.plant_ref(None, *arguments)):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("batch, size, width", [(1, 1, 5), (3, 7, 1153), (2, 4, 24)])
+def test_the_hidden_buffer(batch, size, width):
+    g = torch.Generator().manual_seed(size)
+    seats, count = torch.randperm(batch + 2, generator=g)[:batch].to(DEVICE), torch.randint(0, size + 1, (batch,), generator=g).to(DEVICE)
+    states, tokens = draw(g, batch, size, width), torch.randint(0, 99, (batch, size), generator=g).to(DEVICE)
+    rows = torch.stack([torch.randperm(size, generator=g) for _ in range(batch)]).to(DEVICE)
+    table, length = (torch.randperm(batch * 9, generator=g).view(batch, 9) + 1).to(DEVICE), torch.randint(size, 30, (batch,), generator=g).to(DEVICE)
+    ends = []
+    for put, take in ((buffer.keep, buffer.unread), (buffer.keep_ref, buffer.unread_ref)):
+        kept = torch.zeros(batch + 2, size + 1, width, device=DEVICE), *torch.zeros(2, batch + 2, size + 1, device=DEVICE).long()
+        kept = kept[0], kept[1], kept[2][:, 0].contiguous()
+        put(states, rows, tokens, count, seats, *kept)
+        ends.append([*kept, *take(*kept[1:], seats, length, size, table, 4)])
+    for found, expected in zip(*ends):
+        assert torch.equal(found, expected)
+
+
+def test_publish():
+    g = torch.Generator().manual_seed(0)
+    count, tokens = torch.tensor([0, 1, 4], device=DEVICE), torch.randint(0, 99, (3, 4), generator=g).to(DEVICE)
+    state = torch.randint(5, 50, (5, 3), generator=g).to(DEVICE)
+    state[4] = torch.tensor([1, 1, 0])
+    states = [state.clone(), state.clone()]
+    assert torch.equal(*(run(count, tokens, one) for run, one in zip((accept.publish, accept.publish_ref), states)))
+    assert torch.equal(*states)
+    assert states[0][0].tolist() == [state[0, 0], state[0, 1] + 1, state[0, 2]] and states[0][1, 1] == tokens[1, 0]
+
+
+@pytest.mark.parametrize("attention", ["llama", pytest.param("mla", marks=pytest.mark.slow)])
+def test_an_engine_on_the_kernels_is_the_engine(attention, checkpoints, monkeypatch):
+    """Every kernel of a round at once: the same ids and accepted counts as by the references."""
+    target = checkpoints.target(num_hidden_layers=7, n_routed_experts=4)
+    folder, found = checkpoints.fitted(target, dialect="specforge", attention=attention, vocab=384), []
+    for kernels in (True, False):
+        if not kernels:
+            monkeypatch.undo()
+        with Engine(target, folder, device=DEVICE, dtype="float32", max_length=64, draft_steps=2, topk=2, nodes=4) as engine:
+            for tensor in [*engine.target.parameters.values(), *engine.draft.parameters.values()] * kernels:
+                tensor.data = tensor.contiguous()       # as on a GPU
+            out = engine.generate([44, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+            found.append((out.ids, out.accepted))
+    assert found[0] == found[1] and 0 < sum(found[0][1]) < 2 * len(found[0][1])
