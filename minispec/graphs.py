@@ -18,7 +18,7 @@ def record(run, device, pool):
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):      # nccl's own thread looks at events meanwhile
         out = run()
     return graph.replay, out
 

