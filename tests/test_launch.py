@@ -13,7 +13,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from minispec import Engine, MinispecError, SamplingParams
+from minispec import Engine, MinispecError, SamplingParams, launch
 
 from .conftest import DEFAULT_DRAFT, DEFAULT_TARGET, ROOT
 
@@ -248,12 +248,25 @@ def test_interrupt_while_ranks_start(processes):
     ended(child, processes, 130, "interrupted")
 
 
-def test_ranks_end_with_rank_0(processes):
-    child = processes.generate("--tensor-parallel", 2, tokens=900)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_end_with_rank_0(number, processes):
+    child = processes.generate("--tensor-parallel", 2, "--patience", 2, tokens=900)
     assert child.stdout.read(1)
+    child.send_signal(number)
+    processes.wait_until(1 if number == signal.SIGSTOP else 0, 5)
     child.kill()
     child.communicate(timeout=30)
-    processes.wait_until(0, 5)
+    processes.wait_until(0, 3)
+
+
+def test_the_kernels_own_kill_for_memory_is_named(processes, monkeypatch):
+    counts = iter([3, 4, 5, 5])
+    monkeypatch.setattr(launch, "oom_kills", lambda: next(counts))
+    for says in ("killed by signal 9 (SIGKILL): the kernel was out of memory", "killed by signal 9 (SIGKILL)"):
+        child = launch.Child(1, 2, 1)
+        assert child.status() is None
+        child.kill()
+        assert child.status() == says
 
 
 def free_port():
