@@ -1,6 +1,6 @@
 """The command line. Only results go to stdout; what it is doing, load reports, progress and errors go to stderr.
 
-Exit status: 0; 1 when bench finds unequal ids; 2 on bad input, with one line that begins `minispec: error:`; 130 on Ctrl-C.
+Exit status: 0; 1 when bench finds unequal ids; 2 on bad input or when a rank ends, with one line that begins `minispec: error:`; 130 on Ctrl-C.
 """
 import json
 import os

@@ -47,8 +47,9 @@ class Engine:
     forward; capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py);
     latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's logits have the
     same bits in any company. tensor_parallel: ranks that share the model (launch.py starts them); expert_parallel: routed experts are
-    dealt whole, not cut; shard_latent: q_a and kv_a are cut too, for one more gather a layer. progress(done, total, what): called as
-    tensors are read and rounds captured. Bad input raises MinispecError.
+    dealt whole, not cut; shard_latent: q_a and kv_a are cut too, for one more gather a layer. patience: seconds without
+    progress after which a run of several ranks is ended (watch.Team). progress(done, total, what): called as tensors are read and rounds
+    captured. Bad input raises MinispecError.
     """
 
     def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=None,

@@ -48,10 +48,11 @@ def size_of(tensor_parallel):
 class Child(subprocess.Popen):
     """A rank that this process starts, in a session of its own: a terminal's Ctrl-C and Ctrl-Z are rank 0's to act on."""
 
-    def __init__(self, rank, size, port):
+    def __init__(self, rank, size, port, threads=1):
         self.log, self.killed = tempfile.TemporaryFile(), oom_kills()
         here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        super().__init__([sys.executable, "-c", CODE, json.dumps(sys.path)], env=os.environ | {name: str(value) for name, value in here.items()},
+        environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {name: str(value) for name, value in here.items()}
+        super().__init__([sys.executable, "-c", CODE, json.dumps(sys.path)], env=environment,
                          stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.log, start_new_session=True)
 
     def status(self):
@@ -87,6 +88,7 @@ def start(size, patience, options):
     """Rank 0: brings the other ranks up and gives them the engine's options -> Team, as the context of loading. None for a single rank."""
     if size == 1:
         return None
+    from torch import get_num_threads, set_num_threads
     from torch.distributed import TCPStore
 
     world, token, until = environment(), secrets.token_hex(16), monotonic() + JOIN
@@ -102,8 +104,10 @@ def start(size, patience, options):
     with team, listener:
         store.set("minispec/rank 0", json.dumps([listener.getsockname()[1], token, patience]))
         listener.settimeout(0.1)
-        for rank in range(1, 1 if world else size):
-            team.children[rank] = Child(rank, size, store.port)
+        if not world:           # torchrun has seen to the threads; here the ranks share the cores
+            set_num_threads(min(get_num_threads(), max(1, (os.cpu_count() or 1) // size)))
+            for rank in range(1, size):
+                team.children[rank] = Child(rank, size, store.port, get_num_threads())
         while len(team.peers) < size - 1:
             team.check()
             with suppress(TimeoutError):
