@@ -92,9 +92,9 @@ def test_it_is_printed(run):  # noqa: F811
     done = run("inspect", "--tensor-parallel", 2, "--memory", "100MB", "--json")
     ranks = json.loads(done.out)["ranks"]
     assert done.status == 0 and ranks["fits"].startswith("yes") and list(ranks["weights_bytes"]) == ["rank 0", "rank 1"]
-    assert "weights: rank 0 20.9 MB, rank 1 20.9 MB" in render({"ranks": ranks})
+    assert "weights: rank 0 21.7 MB, rank 1 21.7 MB" in render({"ranks": ranks})
     done = run("inspect", "--tensor-parallel", 2, "--memory", "20MB")
-    assert done.status == 0 and "fits: no: 20.9 MB of weights a rank" in done.out
+    assert done.status == 0 and "fits: no: 21.7 MB of weights a rank" in done.out
 
 
 @pytest.mark.parametrize("arguments, says", [

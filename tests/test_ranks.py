@@ -233,7 +233,9 @@ def test_slices_of_packed_experts(name, experts, checkpoints):
     parts = [held(path, Ranks(rank, 4, expert_parallel=experts), True)[0] for rank in range(4)]
 
     def values(parameters, param):
-        return dequantize((parameters[param], parameters[param + "_scale"]), torch.float32, 2 if param.endswith("w13") else 1)
+        w13 = param.endswith("w13")
+        inputs = 64 if w13 else parameters["layers.1.w13"].shape[-2] // 2
+        return dequantize((parameters[param], parameters[param + "_scale"]), torch.float32, inputs, 2 if w13 else 1)
     for param in ("layers.1.w13", "layers.1.w2"):
         pieces = [values(part, param) for part in parts]
         found = (torch.cat(pieces) if experts else torch.cat(pieces, -1) if param.endswith("w2") else
