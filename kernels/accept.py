@@ -1,7 +1,7 @@
 """After the target's choice: which rows it agrees with, and the move that makes their cache entries permanent."""
 import torch
 
-from minispec.kernels.jit import jit, power_of_two, tl, use_triton
+from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
 
 
 def accept(tokens, parents, valid, words, choice, logprobs, finite):
@@ -19,7 +19,8 @@ def accept(tokens, parents, valid, words, choice, logprobs, finite):
     inputs = [x.contiguous() for x in (tokens, parents, valid, words, choice, choice if logprobs is None else logprobs, finite)]
     rows, count, following, logs = (torch.empty_like(x) for x in (inputs[0], inputs[0][:, 0], *inputs[4:6]))
     if batch:
-        _accept[batch,](*inputs, rows, count, following, logs, size, LOGPROBS=logprobs is not None, ROWS=power_of_two(size), num_warps=1)
+        _accept[batch,](*inputs, rows, count, following, logs, size, LOGPROBS=logprobs is not None, ROWS=power_of_two(size), num_warps=1,
+                        **pdl(tokens))
     return rows, count, following, None if logprobs is None else logs
 
 
@@ -31,6 +32,29 @@ def accept_ref(tokens, parents, valid, words, choice, logprobs, finite):
     rows = torch.sort(~accepted, dim=-1, stable=True).indices
     count = accepted.sum(-1) * (finite | ~valid).all(-1)
     return rows, count, choice.gather(1, rows), None if logprobs is None else logprobs.gather(1, rows)
+
+
+def publish(count, tokens, state):
+    """What a captured round tells the host, int64 [B, R + 1]: count, then tokens; and `state` moves on, in place.
+
+    count int64 [B], tokens int64 [B, R]: of `accept`; state int64 [5, B]: length, pending, room, seat, alive (0: the request stays put).
+    """
+    if not use_triton(tokens):
+        return publish_ref(count, tokens, state)
+    batch, size = tokens.shape
+    out = torch.empty(batch, size + 1, dtype=torch.int64, device=tokens.device)
+    if batch:
+        _publish[batch,](count, tokens, state, out, batch, size, R=power_of_two(size), num_warps=1, **pdl(tokens))
+    return out
+
+
+def publish_ref(count, tokens, state):
+    length, pending, room, _, alive = state
+    moved = count * alive
+    pending.copy_(tokens.gather(1, (moved - 1).clamp(min=0)[:, None])[:, 0])
+    length.add_(moved)
+    room.sub_(moved)
+    return torch.cat([count[:, None], tokens], 1)
 
 
 def move(cache, table, page_size, length, rows, count):
@@ -45,7 +69,7 @@ def move(cache, table, page_size, length, rows, count):
     block = min(power_of_two(width), 128)
     if batch:
         _move[layers, batch, -(-width // block)](cache, table.contiguous(), length, rows.contiguous(), count, cache.stride(0),
-                                                 table.shape[1], size, width, PAGE=page_size, ROWS=power_of_two(size), WIDTH=block)
+                                                 table.shape[1], size, width, PAGE=page_size, ROWS=power_of_two(size), WIDTH=block, **pdl(cache))
 
 
 def move_ref(cache, table, page_size, length, rows, count):
@@ -60,7 +84,10 @@ def move_ref(cache, table, page_size, length, rows, count):
 
 @jit
 def _accept(p_tokens, p_parents, p_valid, p_words, p_choice, p_logprobs, p_finite, p_rows, p_count, p_following, p_logs, rows,
-            LOGPROBS: tl.constexpr, ROWS: tl.constexpr):
+            LOGPROBS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     i_row, i_batch = tl.arange(0, ROWS), tl.program_id(0)
     real, base = i_row < rows, tl.program_id(0) * rows
     at = base + i_row
@@ -82,8 +109,27 @@ def _accept(p_tokens, p_parents, p_valid, p_words, p_choice, p_logprobs, p_finit
 
 
 @jit
+def _publish(p_count, p_tokens, p_state, p_out, batch, size, R: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    i_b, i_r = tl.program_id(0).to(tl.int64), tl.arange(0, R)
+    count = tl.load(p_count + i_b)
+    moved = count * tl.load(p_state + 4 * batch + i_b)
+    tokens = tl.load(p_tokens + i_b * size + i_r, mask=i_r < size, other=0)
+    tl.store(p_out + i_b * (size + 1) + 1 + i_r, tokens, mask=i_r < size)
+    tl.store(p_out + i_b * (size + 1), count)
+    tl.store(p_state + batch + i_b, tl.sum(tl.where(i_r == tl.maximum(moved - 1, 0), tokens, 0), 0))
+    tl.store(p_state + i_b, tl.load(p_state + i_b) + moved)
+    tl.store(p_state + 2 * batch + i_b, tl.load(p_state + 2 * batch + i_b) - moved)
+
+
+@jit
 def _move(p_cache, p_table, p_length, p_rows, p_count, layer_stride, pages, rows, width, PAGE: tl.constexpr, ROWS: tl.constexpr,
-          WIDTH: tl.constexpr):
+          WIDTH: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     i_layer, i_batch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_j, i_column = tl.arange(0, ROWS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     length = tl.load(p_length + i_batch)

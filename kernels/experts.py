@@ -99,29 +99,46 @@ def _block(p_start, i_block, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr
 
 
 @jit
-def active_list(p_ids, p_weights, p_active, p_dense, rows, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
-    """active[slot] = e | the rows that take it as bits << 16, for the active experts e in ascending order, -1 past the last; active[-1]
-    how many there are; dense [slot, ROWS] the expert's weight in each row."""
-    slot, i_p = tl.program_id(0), tl.arange(0, P)
+def _active(p_ids, slot, rows, E: tl.constexpr, TOPK: tl.constexpr, P: tl.constexpr):
+    """The slot-th of the active experts in ascending order, -1 past the last, and how many there are."""
+    i_p = tl.arange(0, P)
     ids = tl.load(p_ids + i_p, mask=i_p < rows * TOPK, other=2**30).to(tl.int32)
     again = tl.max(((ids[:, None] == ids[None, :]) & (i_p[:, None] < i_p[None, :])).to(tl.int32), 0)
-    first = (again == 0) & (i_p < rows * TOPK)
+    first = (again == 0) & (i_p < rows * TOPK) & (ids < E)
     rank = tl.sum((first[None, :] & (ids[None, :] < ids[:, None])).to(tl.int32), 1)
-    e = tl.max(tl.where((rank == slot) & (i_p < rows * TOPK), ids, -1), 0)
-    i_m, i_k = tl.arange(0, ROWS), tl.arange(0, KP)
-    at, live = i_m[:, None] * TOPK + i_k[None, :], (i_m < rows)[:, None] & (i_k < TOPK)[None, :]
-    chosen = tl.load(p_ids + at, mask=live, other=-2).to(tl.int32) == e
-    tl.store(p_dense + slot * ROWS + i_m, tl.sum(tl.where(chosen, tl.load(p_weights + at, mask=live, other=0.0), 0.0), 1))
-    tl.store(p_active + slot, e | (tl.sum(tl.max(chosen.to(tl.int32), 1) << i_m, 0) << 16))
-    tl.store(p_active + tl.num_programs(0), tl.sum(first.to(tl.int32), 0))
+    return tl.max(tl.where((rank == slot) & (i_p < rows * TOPK) & (ids < E), ids, -1), 0), tl.sum(first.to(tl.int32), 0)
 
 
 @jit
-def up(p_x, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, slots, TOPK: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
-       I: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def _share(p_ids, p_weights, e, i_m, valid, TOPK: tl.constexpr, KP: tl.constexpr):
+    """Of each row: whether it takes expert e, int32, and with what weight."""
+    i_k = tl.arange(0, KP)
+    at, live = i_m[:, None] * TOPK + i_k[None, :], valid[:, None] & (i_k < TOPK)[None, :]
+    chosen = tl.load(p_ids + at, mask=live, other=-2).to(tl.int32) == e
+    return tl.max(chosen.to(tl.int32), 1), tl.sum(tl.where(chosen, tl.load(p_weights + at, mask=live, other=0.0), 0.0), 1)
+
+
+@jit
+def active_list(p_ids, p_weights, p_active, p_dense, rows, E: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+    """active[slot] = e | the rows that take it as bits << 16, for the active experts e in ascending order, -1 past the last; active[-1]
+    how many there are; dense [slot, ROWS] the expert's weight in each row."""
+    slot, i_m = tl.program_id(0), tl.arange(0, ROWS)
+    e, count = _active(p_ids, slot, rows, E, TOPK, P)
+    taken, weight = _share(p_ids, p_weights, e, i_m, i_m < rows, TOPK, KP)
+    tl.store(p_dense + slot * ROWS + i_m, weight)
+    tl.store(p_active + slot, e | (tl.sum(taken << i_m, 0) << 16))
+    tl.store(p_active + tl.num_programs(0), count)
+
+
+@jit
+def up(p_x, p_ids, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, slots, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr,
+       LIST: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
        SPLIT: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, DOT: tl.constexpr, UNIT: tl.constexpr):
     """h = weight * silu(gate x) * up x, BN / 2 columns of it for one expert. Few rows: h [slot, row, I] of BM of the rows that take it;
-    sorted: h [pair, I]."""
+    sorted: h [pair, I]. LIST: it makes active_list's list itself, and for `down` to read."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     TILES: tl.constexpr = (I + BN // 2 - 1) // (BN // 2)
     slot, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     i_m = tl.arange(0, BM)
@@ -135,13 +152,25 @@ def up(p_x, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, slots, T
         weight = tl.load(p_weights + pair, mask=valid, other=0.0)
     else:
         first, slot, i_all = slot // slots * BM, slot % slots, tl.arange(0, ROWS)
-        word = tl.load(p_active + slot)
-        e, taken = word & 0xFFFF, (word >> 16 >> i_all) & 1
+        if LIST:
+            e, count = _active(p_ids, slot, rows, E, TOPK, P)
+            taken, _ = _share(p_ids, p_weights, e, i_all, i_all < rows, TOPK, KP)
+            word = e | (tl.sum(taken << i_all, 0) << 16)
+            if (tile == 0) & (first == 0):
+                tl.store(p_active + slot, word)
+                tl.store(p_active + slots, count)
+        else:
+            word = tl.load(p_active + slot)
+            e, taken = word & 0xFFFF, (word >> 16 >> i_all) & 1
         if (word == -1) | (first >= tl.sum(taken, 0)):
             return
         here = (taken > 0)[None, :] & (tl.cumsum(taken, 0)[None, :] == (first + 1 + i_m)[:, None])      # [BM, ROWS]
         valid, i_row = tl.max(here.to(tl.int32), 1) > 0, tl.sum(tl.where(here, i_all[None, :], 0), 1)
-        weight, i_out = tl.load(p_weights + slot * ROWS + i_row, mask=valid, other=0.0), slot * rows + i_row
+        i_out = slot * rows + i_row
+        if LIST:
+            _, weight = _share(p_ids, p_weights, e, i_row, valid, TOPK, KP)
+        else:
+            weight = tl.load(p_weights + slot * ROWS + i_row, mask=valid, other=0.0)
     # rows of a tile: 8 of gate, 8 of up in turns, so that both halves of a product lie in the same threads
     i_n = tl.arange(0, BN)
     is_up = i_n // 8 % 2
@@ -159,11 +188,14 @@ def up(p_x, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, slots, T
 
 
 @jit
-def down(p_h, p_w, p_s, p_base, p_out, p_active, p_start, rows, slots, BASE: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr,
-         I: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def down(p_h, p_w, p_s, p_inner, p_shared, p_base, p_out, p_active, p_start, rows, slots, SHARED: tl.constexpr, BASE: tl.constexpr,
+         PARTS: tl.constexpr, PDL: tl.constexpr, H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
          SPLIT: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, DOT: tl.constexpr, UNIT: tl.constexpr):
     """BN columns of the output. Few rows: the sum over all active experts, ascending, of one of PARTS ranges of I; sorted: one expert's
-    part for its pairs."""
+    part for its pairs. SHARED > 0: plus the shared expert's inner [rows, SHARED] by its matrix [H, SHARED]."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     TILES: tl.constexpr = (H + BN - 1) // BN
     BLOCKS: tl.constexpr = (I + SPLIT * BK - 1) // (SPLIT * BK) // PARTS
     part = tl.program_id(0) // TILES
@@ -187,6 +219,12 @@ def down(p_h, p_w, p_s, p_base, p_out, p_active, p_start, rows, slots, BASE: tl.
         if not SORTED:      # a round ahead: a load that waits for another is not prefetched far
             word = tl.load(p_active + (step + 1) // BLOCKS)
     out = tl.sum(acc, 0) * UNIT
+    if SHARED:
+        acc = tl.zeros((SPLIT, BN, BM), tl.float32)
+        for k in range(0, SHARED, SPLIT * BK):
+            acc = _multiply(acc, p_shared + clamped.to(tl.int64)[None, :, None] * SHARED, p_shared, p_inner + i_m[None, None, :].to(tl.int64) * SHARED,
+                            k, valid, H, SHARED, BN, BK, SPLIT, "plain", False, DOT)
+        out += tl.sum(acc, 0)
     mask = (i_n < H)[:, None] & valid[None, :]
     at = i_out[None, :].to(tl.int64) * H + i_n[:, None]
     if BASE:

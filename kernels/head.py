@@ -9,8 +9,9 @@ over the depth in order, whatever the number of rows.
 """
 import torch
 
-from minispec.kernels.jit import INTERPRET, jit, power_of_two, tl
-from minispec.kernels.noise import keyed_noise
+from minispec.kernels.jit import INTERPRET, jit, power_of_two, tl, use_triton
+from minispec.kernels.linear import linear
+from minispec.kernels.noise import keyed_noise, noised
 
 LEAST = tl.constexpr(-(2**63))
 
@@ -31,26 +32,59 @@ def _tile(head):
     return 64 if head.dtype == torch.float32 else 128 if len(head) >= 2**14 else 32
 
 
-def head_topk(hidden, head, ids, topk, sampling, positions, strict=False):
+def head_topk(hidden, head, ids, topk, sampling, positions, strict=False, part=False):
     """The topk of logit / T + noise of every row, in descending order; of equal scores the lowest id first.
 
     hidden [B, R, h]; head [V, h]; ids int64 [V] to target ids, or None; positions int64 [B, R] of the rows.
     Returns target ids int64 [B, R, topk], log-probabilities fp32 [B, R, topk] at the request's temperature (at most 0, -inf for NaN) and
-    bool [B, R]: whether the normaliser was finite; when `strict`, also no logit was -inf.
+    bool [B, R]: whether the normaliser was finite; when `strict`, also no logit was -inf. `part`: candidates, their logits and the logarithm of
+    the sum of exp instead, for shard_topk.
     """
     (batch, per, _), mapped = hidden.shape, ids is not None
     rows, tiles, shape = batch * per, -(-len(head) // _tile(head)), (batch, per, topk)
     key = torch.empty(rows, tiles, topk, dtype=torch.int64, device=head.device)
     logit, sums = torch.empty(key.shape, device=head.device), torch.empty(2, rows, tiles, device=head.device)
     tokens, logp = torch.empty(shape, dtype=torch.int64, device=head.device), torch.empty(shape, device=head.device)
-    finite, ids = torch.empty(batch, per, dtype=torch.bool, device=head.device), ids if mapped else tokens
+    finite = torch.empty(batch, per, dtype=torch.float32 if part else torch.bool, device=head.device)
+    ids = ids if mapped else tokens
     _launch(_tiles, hidden, head, ids, positions, sampling.temperature, sampling.seed, key, logit, sums, *positions.stride(), per,
             TOPK=topk, SAMPLED=not sampling.all_greedy, MAPPED=mapped, STRICT=strict)
     entries = power_of_two(tiles * topk)
     if rows:
         _merge[rows,](key, logit, sums, ids, tokens, logp, finite, rows, tiles, TOPK=topk, PAD=power_of_two(topk),
-                      TILES=power_of_two(tiles), ENTRIES=entries, MAPPED=mapped, num_warps=min(max(entries // 256, 1), 16))
+                      TILES=power_of_two(tiles), ENTRIES=entries, MAPPED=mapped, PART=part, num_warps=min(max(entries // 256, 1), 16))
     return tokens, logp, finite
+
+
+def shard_topk(hidden, head, first, ids, topk, sampling, positions, strict=False):
+    """What one shard of the vocabulary, rows `first` and on, says: int64 [B, R, 2 topk + 1], the best candidates, naming rows of the whole
+    head, their logits at the temperature, and the logarithm of the sum of exp, these as the bits of fp32. ids int64: target ids of its rows."""
+    if use_triton(hidden):
+        key, logit, total = head_topk(hidden, head, ids, topk, sampling, positions, strict, part=True)
+        key = key.clamp(min=LEAST.value + 2**32) - first
+    else:
+        logits = linear(hidden, head).float()
+        if not sampling.all_greedy:
+            logits = logits / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None, None]
+        scores = logits if sampling.all_greedy else noised(logits, sampling.temperature, sampling.seed, positions, ids)
+        bits = (scores.masked_fill(scores.isnan(), -torch.inf) + 0.0).view(torch.int32)
+        key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) + (0xFFFFFFFF - first - torch.arange(len(head), device=head.device))
+        key = key.topk(min(topk, len(head))).values
+        logit = logits.gather(-1, 0xFFFFFFFF - first - (key & 0xFFFFFFFF))
+        key, logit = (torch.nn.functional.pad(x, (0, topk - key.shape[-1]), value=low) for x, low in ((key, LEAST.value), (logit, 0.0)))
+        broken = logits.isnan() | (logits == torch.inf) | strict * (logits == -torch.inf)
+        total = logits.logsumexp(-1).masked_fill(broken.any(-1), torch.nan)
+    return torch.cat([key, logit.view(torch.int32).long(), total.view(torch.int32).long()[..., None]], -1)
+
+
+def merge_topk(parts, ids, topk):
+    """head_topk's result from every shard's shard_topk, one after another along the last axis; ids: of the whole head, or None."""
+    parts = parts.unflatten(-1, (-1, 2 * topk + 1))
+    logit, total = (x.to(torch.int32).view(torch.float32) for x in (parts[..., topk:-1].flatten(-2), parts[..., -1]))
+    key, best = parts[..., :topk].flatten(-2).topk(topk)
+    rows, total = 0xFFFFFFFF - (key & 0xFFFFFFFF), total.logsumexp(-1)
+    logp = (logit.gather(-1, best) - total[..., None]).clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    return rows if ids is None else ids[rows], logp, total.isfinite()
 
 
 def head_logits(hidden, head):
@@ -124,7 +158,7 @@ def _tiles(p_x, p_head, rows, vocab, width, blocks, p_ids, p_positions, p_temper
 
 @jit
 def _merge(p_key, p_logit, p_sums, p_ids, p_token, p_logp, p_finite, rows, tiles, TOPK: tl.constexpr, PAD: tl.constexpr,
-           TILES: tl.constexpr, ENTRIES: tl.constexpr, MAPPED: tl.constexpr):
+           TILES: tl.constexpr, ENTRIES: tl.constexpr, MAPPED: tl.constexpr, PART: tl.constexpr):
     i_row = tl.program_id(0).to(tl.int64)
     i_tile, i_entry, i_k = tl.arange(0, TILES), tl.arange(0, ENTRIES), tl.arange(0, PAD)
     key = tl.load(p_key + i_row * tiles * TOPK + i_entry, mask=i_entry < tiles * TOPK, other=LEAST)
@@ -134,16 +168,22 @@ def _merge(p_key, p_logit, p_sums, p_ids, p_token, p_logp, p_finite, rows, tiles
     most = tl.max(top, 0)
     most = tl.where(most == float("-inf"), 0.0, most)
     total = tl.sum(total * tl.exp(top - most), 0)
-    tl.store(p_finite + i_row, (total == total) & (total < float("inf")))
-    logp = logit - most - tl.log(total)
-    logp = tl.where(logp == logp, tl.minimum(logp, 0.0), float("-inf"))
+    if PART:
+        tl.store(p_finite + i_row, most + tl.log(total))
+        logp = logit
+    else:
+        tl.store(p_finite + i_row, (total == total) & (total < float("inf")))
+        logp = logit - most - tl.log(total)
+        logp = tl.where(logp == logp, tl.minimum(logp, 0.0), float("-inf"))
     chosen = tl.zeros([PAD], dtype=tl.int64)
     for k in tl.static_range(TOPK):
         best = tl.max(key, 0)
         chosen = tl.where(i_k == k, best, chosen)
         tl.store(p_logp + i_row * TOPK + k + tl.zeros_like(key), logp, mask=key == best)
         key = tl.where(key == best, LEAST, key)
-    ids = 0xFFFFFFFF - (chosen & 0xFFFFFFFF)
-    if MAPPED:
-        ids = tl.load(p_ids + ids, mask=i_k < TOPK, other=0)
+    ids = chosen
+    if not PART:
+        ids = 0xFFFFFFFF - (chosen & 0xFFFFFFFF)
+        if MAPPED:
+            ids = tl.load(p_ids + ids, mask=i_k < TOPK, other=0)
     tl.store(p_token + i_row * TOPK + i_k, ids, mask=i_k < TOPK)

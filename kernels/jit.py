@@ -1,6 +1,9 @@
 """Triton where it exists. On other systems every kernel is its reference in PyTorch."""
 import sys
+from functools import lru_cache
 from types import SimpleNamespace
+
+import torch
 
 if sys.platform == "linux":
     import triton
@@ -19,3 +22,14 @@ def use_triton(x):
 def power_of_two(n):
     """The least power of two >= n."""
     return 1 << (n - 1).bit_length()
+
+
+@lru_cache
+def _overlaps(device):
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pdl(x):
+    """Launch options of a kernel that waits (PDL: gdc_wait, then gdc_launch_dependents) before it touches what another kernel wrote or
+    reads: on Hopper its launch overlaps the end of the kernel before it."""
+    return {"PDL": 1, "launch_pdl": True} if x.is_cuda and _overlaps(x.device) else {"PDL": 0}

@@ -1,7 +1,8 @@
 """The router: which experts each row takes, and with what weight."""
 import torch
 
-from minispec.kernels.jit import jit, power_of_two, tl, use_triton
+from minispec.kernels.fused_linear import FEW, ROWS, column, configure, fused_linear, inputs, product, rms_norm, swiglu_store
+from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
 from minispec.kernels.linear import linear
 
 
@@ -24,7 +25,7 @@ def _scores(p_x, p_router, p_part, rows, H: tl.constexpr, E: tl.constexpr, CHUNK
 def _select(p_part, p_bias, p_ids, p_weights, rows, scaling, E: tl.constexpr, PARTS: tl.constexpr, SIGMOID: tl.constexpr,
             BIAS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
             TAKEN_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, NORMALISE: tl.constexpr):
-    """One row a program; experts as [group, place in the group]. Equal scores give the lowest id, NaN counts as the lowest score."""
+    """One row a program; experts as [group, place in the group]."""
     i_row = tl.program_id(0).to(tl.int64)
     i_group, i_place = tl.arange(0, GP), tl.arange(0, SP)
     i_e = i_group[:, None] * (E // GROUPS) + i_place[None, :]
@@ -32,6 +33,17 @@ def _select(p_part, p_bias, p_ids, p_weights, rows, scaling, E: tl.constexpr, PA
     score = tl.zeros((GP, SP), tl.float32)
     for part in tl.static_range(PARTS):
         score += tl.load(p_part + (part * rows + i_row) * E + i_e, mask=live, other=0.0)
+    _take(score, p_bias, p_ids, p_weights, i_row, scaling, E, SIGMOID, BIAS, K, KP, GROUPS, GP, SP, TAKEN_GROUPS, GROUP_TOP, NORMALISE)
+
+
+@jit
+def _take(score, p_bias, p_ids, p_weights, i_row, scaling, E: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr,
+          KP: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, TAKEN_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr,
+          NORMALISE: tl.constexpr):
+    """A row's experts from its scores [GP, SP]. Equal scores give the lowest id, NaN counts as the lowest score."""
+    i_group, i_place = tl.arange(0, GP), tl.arange(0, SP)
+    i_e = i_group[:, None] * (E // GROUPS) + i_place[None, :]
+    live = (i_place < E // GROUPS)[None, :] & (i_group < GROUPS)[:, None]
     if SIGMOID:
         score = 1 / (1 + tl.exp(-score))
     else:
@@ -64,6 +76,72 @@ def _select(p_part, p_bias, p_ids, p_weights, rows, scaling, E: tl.constexpr, PA
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     tl.store(p_ids + i_row * K + i_k, ids.to(tl.int64), mask=i_k < K)
     tl.store(p_weights + i_row * K + i_k, weights * scaling, mask=i_k < K)
+
+
+@jit
+def _ffn_front(p_x, p_norm, p_gate_up, p_router, p_bias, p_h, p_inner, p_ids, p_weights, rows, s_x, eps, scaling, N: tl.constexpr,
+               BLOCKS: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, HP: tl.constexpr, BH: tl.constexpr, E: tl.constexpr,
+               SIGMOID: tl.constexpr, BIAS: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr,
+               SP: tl.constexpr, TAKEN_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, NORMALISE: tl.constexpr, K: tl.constexpr,
+               K1: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr,
+               PDL: tl.constexpr):
+    """The first programs: tiles of the shared expert's gate and up. The others: a row each, its norm, its scores, its experts."""
+    if tl.program_id(0) < TILES * BLOCKS:
+        tile, i_row = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
+        acc = product(p_x, p_x, p_norm, p_norm, p_gate_up, p_ids, p_ids, column(tile, N, BN, True), i_row, rows, s_x, s_x, eps, K, K1, NORM, BK, SPLIT,
+                      ROWS, DOT, False, False, PDL)
+        swiglu_store(acc, p_inner, tile, i_row, rows, N, BN, ROWS)
+    else:
+        T: tl.constexpr = p_h.dtype.element_ty
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        i_one, i_h, i_f = (tl.program_id(0) - TILES * BLOCKS).to(tl.int64), tl.arange(0, HP), tl.arange(0, GP * SP)
+        i_e = i_f // SP * (E // GROUPS) + i_f % SP
+        live = (i_f % SP < E // GROUPS) & (i_f // SP < GROUPS)
+        x = tl.load(p_x + i_one * s_x + i_h, mask=i_h < K, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+        score = tl.zeros((GP * SP,), tl.float32)
+        for h in tl.static_range(0, K, BH):
+            k = h + tl.arange(0, BH)
+            w = tl.load(p_router + i_e[:, None] * K + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+            y = (tl.load(p_x + i_one * s_x + k, mask=k < K, other=0.0).to(tl.float32) * scale).to(T).to(tl.float32)
+            y = (y * tl.load(p_norm + k, mask=k < K, other=0.0).to(tl.float32)).to(T)
+            tl.store(p_h + i_one * K + k, y, mask=k < K)
+            score += tl.sum(w * y.to(tl.float32)[None, :], 1)
+        _take(tl.reshape(score, (GP, SP)), p_bias, p_ids, p_weights, i_one, scaling, E, SIGMOID, BIAS, TOPK, KP, GROUPS, GP, SP, TAKEN_GROUPS,
+              GROUP_TOP, NORMALISE)
+
+
+def ffn_front(x, norm, eps, router, bias, gate_up, exact=False, **routing):
+    """What a layer of experts starts with: the norm, `route` and the shared expert's first product, in one launch where the router is small.
+
+    x [N, h]; norm [h]; gate_up [2I, h], gate rows first, or None; router, bias, routing: as of `route`.
+    Returns normed [N, h], ids int64 and weights fp32 [N, topk], and silu(gate) * up [N, I] or None.
+    """
+    (rows, hidden), experts = x.shape, len(router)
+    if not use_triton(x) or rows > FEW or router.numel() > 2**15:
+        return ffn_front_ref(x, norm, eps, router, bias, gate_up, exact, **routing)
+    h, topk = torch.empty(x.shape, dtype=x.dtype, device=x.device), routing["topk"]
+    ids, weights = x.new_empty(rows, topk, dtype=torch.int64), x.new_empty(rows, topk, dtype=torch.float32)
+    inner = None if gate_up is None else x.new_empty(rows, len(gate_up) // 2)
+    if not rows:
+        return h, ids, weights, inner
+    c = configure(0 if gate_up is None else len(gate_up), hidden, x.element_size())
+    tiles, blocks, groups = 0 if inner is None else -(-inner.shape[1] // (c.BN // 2)), -(-rows // ROWS), routing["groups"]
+    padded = power_of_two(groups), power_of_two(experts // groups)
+    _ffn_front[tiles * blocks + rows,](
+        x, norm, gate_up, router, bias, h, inner, ids, weights, rows, x.stride(0), eps, routing["scaling"], N=inner.shape[1] if tiles else 0,
+        BLOCKS=blocks, TILES=tiles, BN=c.BN, HP=power_of_two(hidden), BH=max(16, min(power_of_two(hidden), 2**13 // (padded[0] * padded[1]))),
+        E=experts, SIGMOID=routing["scoring"] == "sigmoid", BIAS=bias is not None, TOPK=topk, KP=power_of_two(topk), GROUPS=groups,
+        GP=padded[0], SP=padded[1], TAKEN_GROUPS=routing["topk_groups"], GROUP_TOP=routing["group_top"], NORMALISE=routing["normalise"],
+        **inputs(c, hidden, hidden, norm, None, x.dtype), num_warps=c.SPLIT, num_stages=c.stages, **pdl(x))
+    return h, ids, weights, inner
+
+
+def ffn_front_ref(x, norm, eps, router, bias, gate_up, exact=False, **routing):
+    h = rms_norm(x, norm, eps)
+    return h, *route(h, router, bias, **routing), None if gate_up is None else fused_linear(h, gate_up, swiglu=True, exact=exact)
 
 
 def route(x, router, bias, *, scoring, topk, groups, topk_groups, group_top, normalise, scaling):

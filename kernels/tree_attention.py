@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 
 from minispec.kernels.jit import jit, power_of_two, tl, use_triton
+from minispec.kernels.jit import pdl as overlap
 from minispec.kernels.view import EXACT, View, _entries, _pairs, _seen, _span  # noqa: F401
 
 SCORES = 2**26      # elements of the reference's score matrix at most, 256 MB: a long prefill goes by blocks of rows
 
 
-def tree_attention_ref(q, cache, view, scale, values):
+def tree_attention_ref(q, cache, view, scale, values, config=None, merge=True):
     """softmax(scale * q k) v with fp32 scores and accumulation.
 
     q [B, R, H, dk]; cache [slots, KV, width], keys its first dk columns, values its columns `values` (a slice; the two may overlap: MLA
@@ -35,7 +36,8 @@ def tree_attention_ref(q, cache, view, scale, values):
         scores = torch.matmul(part.flatten(2, 3), keys).unflatten(2, part.shape[2:4]) * scale
         weights = torch.softmax(scores + view.bias[:, :, at:at + step], -1)
         out.append(torch.matmul(weights.flatten(2, 3), lifted).unflatten(2, part.shape[2:4]))
-    return (out[0] if len(out) == 1 else torch.cat(out, 2)).transpose(1, 2).flatten(2, 3).to(cache.dtype)
+    out = (out[0] if len(out) == 1 else torch.cat(out, 2)).transpose(1, 2).flatten(2, 3).to(cache.dtype)
+    return out if merge else (out[None], None)
 
 
 class Config(NamedTuple):
@@ -75,10 +77,13 @@ def _machine(device):
     return properties.multi_processor_count, attend
 
 
-def tree_attention(q, cache, view, scale, values, config=None):
-    """`tree_attention_ref` by Triton kernels where there is a GPU. A row that sees nothing gives zeros there (NaN in the reference)."""
+def tree_attention(q, cache, view, scale, values, config=None, merge=True):
+    """`tree_attention_ref` by Triton kernels where there is a GPU. A row that sees nothing gives zeros there (NaN in the reference).
+
+    merge False: (part [S, B, R, H, dv], lse fp32 [S, B, R, H] or None) for kernels/project.py's latent_lift to merge; S may be 1.
+    """
     if not use_triton(q):
-        return tree_attention_ref(q, cache, view, scale, values)
+        return tree_attention_ref(q, cache, view, scale, values, config, merge)
     batch, rows, heads, dk = q.shape
     _, kv_heads, width = cache.shape
     first, last, _ = values.indices(width)
@@ -93,7 +98,7 @@ def tree_attention(q, cache, view, scale, values, config=None):
     out = torch.empty(batch, rows, heads, dv, dtype=cache.dtype, device=q.device)
     part = torch.empty(c.splits, total, dv, dtype=torch.float32, device=q.device) if c.splits > 1 else out
     lse = torch.empty(c.splits, total, dtype=torch.float32, device=q.device) if c.splits > 1 else out
-    pdl = c.pdl if c.splits > 1 and q.is_cuda else 0
+    pdl = c.pdl and overlap(q)["PDL"] and (c.pdl if c.splits > 1 or c.stages else 0)
     shared = (view.prefix, view.words, base, *view.prefix.stride(), *view.words.stride(), rows)
     arguments = (q, cache, table, view.path if view.exact else view.words, part, lse, *shared, scale * 1.4426950408889634, total,
                  *cache.stride()[:2], table.stride(0))
@@ -102,15 +107,17 @@ def tree_attention(q, cache, view, scale, values, config=None):
     grid = rows * -(-group // c.M) if view.exact else -(-rows * group // c.M), c.splits, batch * kv_heads
     if c.stages:
         _attend[grid](*arguments, **sizes, **more, V0=first, JOINT=joint, BK=max(16, power_of_two(key)),
-                      BR=rest and max(16, power_of_two(rest)), BV=max(16, power_of_two(dv)), num_stages=c.stages)
+                      BR=rest and max(16, power_of_two(rest)), BV=max(16, power_of_two(dv)), num_stages=c.stages, **({"launch_pdl": True} if pdl else {}))
     else:
         hopper[grid](*arguments, **sizes, **more)
+    if not merge and c.stages and c.splits > 1:
+        return part.view(c.splits, *out.shape), lse.view(c.splits, *out.shape[:-1])
     if c.splits > 1:
         chunk = 32 if view.exact else min(256, power_of_two(c.splits))
         columns = min(max(16, power_of_two(dv)), 8192 // chunk)
         _merge[total, -(-dv // columns)](part, lse, out, *shared, c.splits, total, **sizes, BD=columns, CHUNK=chunk, num_warps=4,
                                          **({"launch_pdl": True} if pdl else {}))
-    return out
+    return out if merge else (out[None], None)
 
 
 @jit
@@ -123,15 +130,17 @@ def _attend(p_q, p_cache, p_table, p_path, p_part, p_lse, p_prefix, p_words, p_b
     i_tile, i_split, i_z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_kv = i_z // (HEADS // G), i_z % (HEADS // G)
     if PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row, head, live, prefix, word = _pairs(p_prefix, p_words, s_pb, s_pr, s_wb, s_wr, rows, i_b, i_tile, tl.arange(0, M), G, M, LENGTH)
     union, base, top, end, length = _span(prefix, word, p_base + i_b, tl.arange(0, 64), tl.num_programs(1), N, LENGTH)
     start, stop = i_split * length, tl.minimum(i_split * length + length, end)
+    i = (i_b * rows + row).to(tl.int64) * HEADS + i_kv * G + head
     if not SINGLE:
         if start >= stop:
+            tl.store(p_lse + i + i_split.to(tl.int64) * total, tl.full((M,), float("-inf"), tl.float32), mask=live)
             return
     n, d, e, v = tl.arange(0, N), tl.arange(0, BK), tl.arange(0, BR if BR else 16), tl.arange(0, BV)
-    i = (i_b * rows + row).to(tl.int64) * HEADS + i_kv * G + head
     p_q += i * (DK + DR)
     p_cache += i_kv * s_kv
     p_table += i_b.to(tl.int64) * s_table

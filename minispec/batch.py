@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import torch
 
 from minispec.kernels.choose import Sampling
+from minispec.kernels.tree import slots_of
 from minispec.kernels.view import View
 
 
@@ -37,7 +38,7 @@ class Batch:
 
     def slots(self, index, valid=None):
         """Cache index of a request [B, R] -> slot; where not valid the dump slot 0."""
-        slots = self.table.gather(1, index // self.page_size) * self.page_size + index % self.page_size
+        slots = slots_of(self.table, self.page_size, index)
         return slots if valid is None else torch.where(valid, slots, 0)
 
     def rows(self, tokens, positions, index, *, prefix, words, valid=None, extent, exact=False):

@@ -7,6 +7,7 @@ from time import perf_counter
 import torch
 
 from minispec import __version__
+from minispec.device import read_bytes
 from minispec.errors import MinispecError
 from minispec.params import SamplingParams
 from minispec.stats import Acceptance, distinct_bigrams, quantile
@@ -62,12 +63,8 @@ def copy_bandwidth(device, size=1 << 28):
 
 
 def target_bytes(engine, rows):
-    """Weight bytes that a forward over `rows` rows reads: everything once but the embedding, and of E routed experts, k a row,
-    the E * (1 - (1 - k / E) ** rows) distinct ones that independent uniform routing expects (real rows share more)."""
-    config, parameters = engine.target_config, engine.target.parameters
-    routed = sum(tensor.nbytes for name, tensor in parameters.items() if name.removesuffix("_scale").endswith((".w13", ".w2")))
-    share = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows if routed else 0
-    return sum(tensor.nbytes for name, tensor in parameters.items() if name != "embed") - routed * (1 - share)
+    """Weight bytes that a forward over `rows` rows reads on this device."""
+    return read_bytes({name: tensor.nbytes for name, tensor in engine.target.parameters.items()}, engine.target_config, rows)
 
 
 def draft_bytes(engine):

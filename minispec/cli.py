@@ -1,6 +1,6 @@
 """The command line. Only results go to stdout; what it is doing, load reports, progress and errors go to stderr.
 
-Exit status: 0; 1 when bench finds unequal ids; 2 on bad input, with one line that begins `minispec: error:`; 130 on Ctrl-C.
+Exit status: 0; 1 when bench finds unequal ids; 2 on bad input or when a rank ends, with one line that begins `minispec: error:`; 130 on Ctrl-C.
 """
 import json
 import os
@@ -14,7 +14,8 @@ import click
 from minispec import __version__
 from minispec.errors import MinispecError
 from minispec.fields import printable
-from minispec.options import DIALECT, ENGINE, IDS, MODELS, SAMPLING, stacked
+from minispec.launch import environment
+from minispec.options import DIALECT, ENGINE, IDS, MEMORY, MODELS, RANKS, SAMPLING, stacked
 from minispec.printer import Printer
 from minispec.stats import Acceptance, gather
 
@@ -38,6 +39,13 @@ class Progress:
         if perf_counter() - self.last > 2:
             note(f"{done} of {total} {what}")
             self.last = perf_counter()
+
+
+def serve():
+    """Started by torchrun as a rank above 0: mirrors rank 0 from here on."""
+    if (world := environment()) and world[0]:
+        from minispec.engine import Engine
+        Engine()
 
 
 def open_engine(**options):
@@ -108,6 +116,7 @@ def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
     """Continue prompts; the text streams to stdout."""
     from minispec.params import SamplingParams
 
+    serve()
     if as_json and (stats or show_draft):
         raise click.UsageError(f"--json prints one object with the figures in it: drop {'--stats' if stats else '--show-draft'}")
     if options["logprobs"] and not as_json:
@@ -162,7 +171,8 @@ def as_object(engine, prompts, outputs, seconds):
 
 @commands.command(epilog=WORDS)
 @click.argument("directory", required=False, metavar="[DIR]")
-@stacked(*MODELS, *DIALECT)
+@stacked(*MODELS, *RANKS, *DIALECT)
+@click.option("--memory", type=MEMORY, help="Of each rank's device, as in 141GB; default: what this machine's device has free.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def inspect(directory, as_json, **options):
     """What is in a checkpoint, target or draft; the pair that comes with minispec without DIR."""
@@ -187,6 +197,7 @@ def bench(prompts, max_tokens, repeats, threads, file, **options):
 
     from minispec.bench import measure, read_jsonl
 
+    serve()
     prompts = read_jsonl(prompts)
     if file:
         Path(file).open("a").close()            # refused now, not after the run
@@ -212,6 +223,8 @@ def main():
     # idle one 2.3 times (14.7 against 6.3 ms a token); this many turns bridge the gap between two operations
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     signal.signal(signal.SIGINT, interrupted)
+    if (world := environment()) and world[0]:   # of several ranks the first one speaks
+        sys.stdout = sys.stderr = open(os.devnull, "w")
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")    # a terminal that is not UTF-8
     try:

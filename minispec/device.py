@@ -65,6 +65,21 @@ def weight_bytes(shapes, dtype, dtypes={}):
     return sum(torch.Size(shape).numel() * dtypes.get(name, dtype).itemsize for name, shape in shapes.items())
 
 
+def workspace(config, draft, shape, batch, captured, dtype):
+    """Bytes beside weights and caches: rotary tables of target and draft (its config, or None), and the hidden buffer."""
+    rotary = 8 * config.max_position_embeddings * (config.rope.dim + (draft.rope.dim if draft else 0))
+    return rotary + batch * (shape.nodes + 1) * captured * config.hidden_size * dtype.itemsize
+
+
+def read_bytes(sizes, config, rows):
+    """Weight bytes that a forward of the target over `rows` rows reads, of parameters that have `sizes`, name -> bytes: everything once but
+    the embedding, and of E routed experts, k a row, the E * (1 - (1 - k / E) ** rows) distinct ones that independent uniform routing
+    expects (real rows share more)."""
+    routed = sum(count for name, count in sizes.items() if name.removesuffix("_scale").endswith((".w13", ".w2")))
+    share = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows if routed else 0
+    return sum(count for name, count in sizes.items() if name != "embed") - routed * (1 - share)
+
+
 def plan(free, weights, token, batch, length, context, scratch):
     """How long a request may be, and how many tokens the caches hold.
 

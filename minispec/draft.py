@@ -2,145 +2,116 @@
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
-from minispec.kernels.draft_logits import draft_logits
-from minispec.kernels.linear import linear
+from minispec.batch import Rows
+from minispec.choice import draft_logits
+from minispec.kernels.fused_linear import fused_linear, rms_norm
+from minispec.kernels.project import heads_front, latent_front
+from minispec.kernels.tree import Pool, level
 from minispec.kernels.tree_attention import tree_attention
-from minispec.layers import Rotary, allocate, mla_attend, mla_project, mlp, rms_norm
-from minispec.tree import Tree, select
+from minispec.kernels.view import View
+from minispec.layers import Rotary, allocate, embed, latent_project, mla_attend, mlp
+from minispec.ranks import ALONE
 
 
-def kv_shape(config):
-    """(KV heads, width) of a token in the draft's cache."""
-    return (1, config.kv_lora_rank + config.qk_rope_head_dim) if config.attention == "mla" else (config.num_key_value_heads, 2 * config.head_dim)
+def kv_shape(config, ranks=ALONE):
+    """(KV heads, width) of a token in a rank's draft cache."""
+    if config.attention == "mla":
+        return 1, config.kv_lora_rank + config.qk_rope_head_dim
+    return max(1, config.num_key_value_heads // ranks.size), 2 * config.head_dim
 
 
 class Draft:
     """shapes: DraftPlan.shapes; ids: int64 [draft vocab] target id of every draft id, or None for the full vocabulary; embed, head: the
-    target's, for drafts without their own; length: positions in the rotary table."""
+    target's, for drafts without their own; length: positions in the rotary table. ranks: who share the layer, fc by its output rows."""
 
-    def __init__(self, config, shapes, ids, embed, head, dtype, device, length):
-        self.config = config
+    def __init__(self, config, shapes, ids, embed, head, dtype, device, length, ranks=ALONE):
+        self.config, self.ranks = config, ranks
         self.parameters = allocate(shapes, dtype, device)
         self.p = SimpleNamespace(**{"embed": embed, "head": head, **self.parameters})
         self.ids = None if ids is None else ids.to(device)
         self.rotary = Rotary(config.rope, length, device)
 
-    def fuse(self, states):
-        """States of the target [B, R, A * target hidden] -> [B, R, h]. For rows that come from the target, and for no others."""
+    def fuse(self, states, index=None):
+        """States of the target [B, R, A * target hidden] -> [B, R, h]; index int64 [B, R]: which rows. For rows that come from the target,
+        and for no others."""
         c, p = self.config, self.p
-        if c.norm_before_fc:
-            states = rms_norm(states, p.input_norm, c.rms_norm_eps)
         if c.fc_norm:
+            states = states if index is None else states.flatten(0, -2)[index]
             parts = states.unflatten(-1, (len(c.capture), c.target_hidden_size))
             states = torch.cat([rms_norm(part, weight, c.rms_norm_eps) for part, weight in zip(parts.unbind(-2), p.fc_norm)], -1)
-        return linear(states, p.fc)
+            index = None
+        fused = fused_linear(states, p.fc, p.input_norm if c.norm_before_fc else None, c.rms_norm_eps, index=index)
+        return self.ranks.join(fused, c.hidden_size)
 
-    def project(self, hidden, rows, cache):
-        """First half of the layer: writes the rows' KV. hidden [B, R, h], fused or recycled -> (q [B, R, H, dk], residual [B, R, h])."""
+    def project(self, hidden, rows, cache, take=None):
+        """First half of the layer: writes the rows' KV. hidden [B, R, h], fused or recycled, or with take int64 [B, R] its row numbers, flat.
+        Returns q [B, R, H, dk] and the residual, of all rows of hidden."""
         c, p, eps = self.config, self.p, self.config.rms_norm_eps
-        normed = rms_norm(hidden, p.hidden_norm, eps)
-        x = torch.cat([rms_norm(F.embedding(rows.tokens, p.embed), p.embed_norm, eps), normed], -1)
-        angles = self.rotary.at(rows.positions)
+        residual, norm2 = hidden, p.hidden_norm
+        if c.norm_before_residual:
+            residual, norm2 = rms_norm(hidden, p.hidden_norm, eps), None
+        alone = self.ranks.size == 1        # then a program gathers the embedding that it reads
+        first = p.embed if alone else embed(rows.tokens, p.embed, c.vocab_size, self.ranks)
+        x, angles = dict(index=rows.tokens if alone else None, second=residual, norm2=norm2, take=take), self.rotary.at(rows.positions)
         if c.attention == "mla":
-            q = mla_project(p, x, cache, rows, angles, c, self.rotary)
+            q = latent_project(p, fused_linear(first, p.qkv_a, p.embed_norm, eps, **x), cache, rows.slots, angles, c, self.ranks)
         else:
-            heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
-            q, k, v = linear(x, p.qkv).unflatten(-1, (-1, c.head_dim)).split([heads, kv_heads, kv_heads], 2)
-            if c.qk_norm:
-                q, k = rms_norm(q, p.q_norm, eps), rms_norm(k, p.k_norm, eps)
-            q = self.rotary(q, angles)
-            cache[rows.slots] = torch.cat([self.rotary(k, angles), v], -1)
-        return q, normed if c.norm_before_residual else hidden
+            norms = (p.q_norm, p.k_norm) if c.qk_norm else (None, None)
+            q = heads_front(first, p.qkv, p.embed_norm, eps, **x, q_norm=norms[0], k_norm=norms[1], angles=angles, slots=rows.slots,
+                            cache=cache, heads=c.num_attention_heads // self.ranks.size)
+        return q, residual
 
-    def attend(self, q, residual, view, cache):
-        """Second half: attention, MLP, final norm. Returns (normed state for the head, state to recycle), both [B, R, h]."""
-        c, p = self.config, self.p
+    def attend(self, q, residual, view, cache, take=None):
+        """Second half: attention, MLP, final norm. take int64 [B, r]: row numbers of the residual, where q holds a choice of rows.
+        Returns (normed state for the head, state to recycle), both [B, R, h]."""
+        c, p, eps = self.config, self.p, self.config.rms_norm_eps
         if c.attention == "mla":
-            x = mla_attend(p, q, cache, view, c)
+            x = mla_attend(p, q, residual, cache, view, c, self.ranks, take)
         else:
-            x = linear(tree_attention(q, cache, view, c.softmax_scale, slice(c.head_dim, 2 * c.head_dim)).flatten(2), p.o)
-        x = residual + x
-        x = x + mlp(rms_norm(x, p.mlp_norm, c.rms_norm_eps), p.gate_up, p.down)
-        normed = rms_norm(x, p.norm, c.rms_norm_eps)
+            heads = tree_attention(q, cache, view, c.softmax_scale, slice(c.head_dim, 2 * c.head_dim)).flatten(2)
+            x = self.ranks.sum(fused_linear(heads, p.o, residual=self.ranks.once(residual), take=take))
+        x = mlp(x, p, p.mlp_norm, eps, self.ranks)
+        normed = rms_norm(x, p.norm, eps)
         return normed, normed if c.norm_output else x
 
     def extend(self, batch, cache, states, tokens, count):
         """Write the draft KV of the positions length - count ... length - 1 from true states, each with the token after it.
 
         states [B, R, A * target hidden], tokens int64 [B, R], count int64 [B]; rows from count on are padding.
-        Returns q [B, R, H, dk], residual [B, R, h] and the rows, for whoever wants an output.
         """
         at = torch.arange(tokens.shape[1], device=tokens.device)
         valid = at < count[:, None]
         index = torch.where(valid, (batch.length - count)[:, None] + at, 0)
         rows = batch.rows(tokens, index, index, prefix=index + 1, words=torch.zeros_like(index), valid=valid, extent=batch.longest)
-        return *self.project(self.fuse(states), rows, cache), rows
+        self.project(self.fuse(states), rows, cache)
 
-    def grow(self, batch, cache, unread, shape):
-        """The tree of one round: extend with what the target made true, then up to shape.steps (1 or more) levels of guesses.
+    def grow(self, batch, cache, hidden, shape):
+        """The tree of one round: extend with what the target made true, then up to shape.steps (1 or more) levels of guesses: a Pool.
 
-        unread: (states, next tokens, count) from the hidden buffer. Only the last true row needs an output: one layer's KV depends on
-        no attention. Guessed rows write KV at cache indices length, length + 1, ...: the next extend overwrites them, so nothing
-        recycled survives a round. Their ancestry lives in the words: bit t of a word = cache entry length + t.
+        hidden: the HiddenBuffer. Only the last true row needs an output: one layer's KV depends on no attention. Guessed rows write KV at
+        cache indices length, length + 1, ...: the next extension overwrites them, so nothing recycled survives a round. Their ancestry lives
+        in the words: bit t of a word = cache entry length + t.
         """
-        q, residual, rows = self.extend(batch, cache, *unread)
-        last = (unread[2] - 1).clamp(min=0)[:, None]      # an idle place of a captured round has none
-        normed, recycled = self.attend(q.take_along_dim(last[..., None, None], 1), residual.take_along_dim(last[..., None], 1),
-                                       rows.view.only(last), cache)
-        tokens, logp = self.children(normed, batch, 1, shape)
-        pool = Pool(tokens.flatten(1), logp.flatten(1))
-        frontier, scores = torch.arange(shape.topk, device=tokens.device).expand_as(pool.tokens), pool.scores
-        words, recycled = torch.zeros_like(frontier), recycled.expand(-1, shape.topk, -1)
-        for depth in range(2, shape.steps + 1):
-            if pool.settled(scores, shape.nodes):
-                break
-            entry = (depth - 2) * shape.topk + torch.arange(shape.topk, device=tokens.device)
-            words = words | (1 << entry)
-            positions = (batch.length + depth - 2)[:, None].expand_as(frontier)
-            rows = batch.rows(pool.tokens.gather(1, frontier), positions, (batch.length[:, None] + entry),
-                              prefix=batch.length[:, None].expand_as(frontier), words=words, extent=batch.longest + (depth - 1) * shape.topk)
-            normed, recycled = self.attend(*self.project(recycled, rows, cache), rows.view, cache)
-            tokens, logp = self.children(normed, batch, depth, shape)
-            scores = (scores[..., None] + logp).flatten(1)
-            base = pool.append(tokens.flatten(1), scores, frontier[..., None].expand(-1, -1, shape.topk).flatten(1), depth)
-            scores, best = scores.topk(shape.topk, -1)
-            parent = best // shape.topk
-            frontier, words = base + best, words.gather(1, parent)
-            recycled = recycled.take_along_dim(parent[..., None], 1)
-        return pool.tree(batch, shape)
+        index, tokens, positions, slots, prefix, words, take = hidden.take(batch)
+        length, longest, page = batch.length[:, None], batch.longest, batch.page_size
+        q, residual = self.project(self.fuse(hidden.states, index), Rows(tokens, positions, slots, self.view(batch, prefix, words, longest)), cache)
+        q = q.flatten(0, 1)[take]
+        pool, frontier = Pool.empty(len(take), shape.steps, shape.topk, take.device), None
+        above, view = length, self.view(batch, length, words[:, :1], longest)
+        for depth in range(1, shape.steps + 1):
+            normed, recycled = self.attend(q, residual, view, cache, take)
+            tokens, logp = self.children(normed, batch, above, shape)
+            frontier = level(tokens, logp, frontier, pool, depth, batch.length, batch.table, page)
+            if depth == shape.steps or pool.filled(depth, shape.topk).settled(frontier.scores, shape.nodes):
+                return pool.filled(depth, shape.topk)
+            above, take = frontier.above, frontier.take
+            view = self.view(batch, length.expand_as(take), frontier.words, longest + depth * shape.topk)
+            q, residual = self.project(recycled, Rows(frontier.tokens, frontier.positions, frontier.slots, view), cache, take)
 
-    def children(self, normed, batch, depth, shape):
-        """The topk children, at `depth`, of every row [B, K, h]: target ids and log-probabilities [B, K, topk]."""
-        parents = (batch.length + depth - 1)[:, None].expand(normed.shape[:2])
-        return draft_logits(normed, self.p.head, self.ids, shape.topk, batch.sampling, parents)
+    def view(self, batch, prefix, words, extent):
+        return View(batch.table, batch.page_size, prefix, batch.length, words, extent)
 
-
-class Pool:
-    """Every candidate of a tree, level by level: tokens, scores (cumulative log-probability), parents (pool index, -1 root), depth."""
-
-    def __init__(self, tokens, scores):
-        self.tokens, self.scores = tokens, scores
-        self.parents, self.depth = torch.full_like(tokens, -1), torch.ones_like(tokens)
-
-    def append(self, tokens, scores, parents, depth):
-        base = self.tokens.shape[1]
-        self.tokens, self.scores = torch.cat([self.tokens, tokens], 1), torch.cat([self.scores, scores], 1)
-        self.parents = torch.cat([self.parents, parents], 1)
-        self.depth = torch.cat([self.depth, torch.full_like(tokens, depth)], 1)
-        return base
-
-    def settled(self, frontier, nodes):
-        """No child of the frontier can enter the best `nodes`: its score is at most its parent's, and ties go to the earlier entry.
-
-        frontier fp32 [B, K]: the scores of the nodes to expand. Asked on the CPU only, where looking costs nothing; on CUDA it would stop the queue.
-        """
-        if self.scores.is_cuda or self.scores.shape[1] < nodes:
-            return False
-        worst = self.scores.topk(nodes, -1).values[:, -1]
-        return bool((frontier.amax(-1) <= worst).all())
-
-    def tree(self, batch, shape):
-        chosen, parents = select(self.scores, self.parents, shape.nodes)
-        return Tree.build(batch, self.tokens.gather(1, chosen), parents, self.depth.gather(1, chosen), shape.topk == 1)
+    def children(self, normed, batch, above, shape):
+        """The topk children of every row [B, K, h], whose tokens stand at `above` int64 [B, K]: target ids and log-probabilities [B, K, topk]."""
+        return draft_logits(normed, self.p.head, self.ids, shape.topk, batch.sampling, above, self.config.draft_vocab_size, self.ranks)

@@ -1,31 +1,33 @@
-"""The public API: builds everything, runs the loop."""
+"""The public API: checks what it is given, schedules requests, hands out what they emit."""
+import weakref
 from collections import deque
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
-from minispec.batch import Assembler
-from minispec.cache import Cache
 from minispec.config import TargetConfig, layer_inputs
-from minispec.device import available, plan, resolve_device, resolve_dtype, size, weight_bytes
-from minispec.draft import Draft, kv_shape
+from minispec.device import resolve_device, resolve_dtype
 from minispec.errors import MinispecError
-from minispec.graphs import Graphs
-from minispec.hidden import HiddenBuffer
-from minispec.pages import Pages
+from minispec.launch import environment, size_of, start
+from minispec.mirror import serve
 from minispec.params import SamplingParams
+from minispec.ranks import Ranks
 from minispec.request import Request
+from minispec.runner import Runner
 from minispec.scheduler import Scheduler
-from minispec.speculate import Shape, Speculator
-from minispec.target import Target
+from minispec.speculate import Shape
 from minispec.text import Decoder
 from minispec.tokenizer import Tokenizer, stop_ids
-from minispec.weights import load
-from minispec.weights.draft import load_draft, open_draft
-from minispec.weights.packed import keep_packed
+from minispec.weights.draft import open_draft
+from minispec.weights.load import DEFAULT
+
+
+LOCAL = ("self", "progress", "team")        # arguments of Engine that do not travel to other ranks
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,28 @@ class Engine:
     max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a
     forward; capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py);
     latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's logits have the
-    same bits in any company. progress(done, total, what): called as tensors are read and rounds captured. Bad input raises MinispecError.
+    same bits in any company. tensor_parallel: ranks that share the model (launch.py starts them); expert_parallel: routed experts are
+    dealt whole, not cut; shard_latent: q_a and kv_a are cut too, for one more gather a layer. patience: seconds without
+    progress after which a run of several ranks is ended (watch.Team). progress(done, total, what): called as tensors are read and rounds
+    captured. Bad input raises MinispecError.
     """
 
-    def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=1,
-                 max_batch=8, max_length=None, chunk=256, page_size=16, capture=None, capture_convention=None, d2t=None,
-                 latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None, norm_output=None,
-                 cuda_graphs=True, exact=False, progress=None):
-        if tensor_parallel != 1:
-            raise MinispecError(f"tensor_parallel={tensor_parallel!r}: this version runs on one device; leave it at 1")
+    def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=None,
+                 expert_parallel=False, shard_latent=False, max_batch=8, max_length=None, chunk=256, page_size=16, capture=None,
+                 capture_convention=None, d2t=None, latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None,
+                 norm_output=None, cuda_graphs=True, exact=False, patience=20, progress=None, team=None):
+        options, size, world = {name: value for name, value in locals().items() if name not in LOCAL}, size_of(tensor_parallel), environment()
+        if world and world[0] and not team:
+            serve(Engine)               # does not return
         for name, value, most in (("max_batch", max_batch, 1024), ("chunk", chunk, 2**16), ("page_size", page_size, 2**12),
                                   ("max_length", 1 if max_length is None else max_length, 2**31)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
                 raise MinispecError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
+        if isinstance(patience, bool) or not isinstance(patience, (int, float)) or not 1 <= patience <= 86400:
+            raise MinispecError(f"patience must be a number of seconds from 1 to 86400, not {patience!r}")
+        if size == 1 and (expert_parallel or shard_latent):
+            raise MinispecError(f"{'expert_parallel' if expert_parallel else 'shard_latent'}=True says how ranks share the model: give "
+                                "tensor_parallel of at least 2, or leave it out")
         for name, value in (("target", target), ("draft", draft)):
             if value == "" or not isinstance(value, (str, Path, type(None))):
                 raise MinispecError(f"{name} is {value!r}; give the folder of a checkpoint")
@@ -70,65 +81,50 @@ class Engine:
             raise MinispecError(f'{", ".join(unread)} is about a draft, and draft="none" leaves it out: drop one or the other')
         shape = Shape(draft_steps, topk, nodes)
         self.device = resolve_device(device)
+        if size > 1 and self.device.type == "cuda":
+            if self.device.index is not None:
+                raise MinispecError(f"device {device!r} is one GPU, and {size} ranks need one each: give cuda")
+            self.device = resolve_device(f"cuda:{world[2] if world else 0}")
         self.dtype = resolve_dtype(dtype, self.device)
         if exact and self.device.type == "cpu":
             raise MinispecError("exact=True is about the kernels on CUDA; on the CPU give dtype float32 and leave it out")
-        self.cuda_graphs, self.exact = cuda_graphs, exact
-        target = Path(load.DEFAULT / "target" if target is None else target)
-        config = self.target_config = TargetConfig.read(target, latent_norm_eps)
-        self.tokenizer = Tokenizer.load(target, config.vocab_size)
-        self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
-        if draft == "none":
-            found, shape, self.capture = None, Shape(0, topk), layer_inputs(capture, config.num_hidden_layers)
-        else:
-            found = open_draft(Path(load.DEFAULT / "draft" if draft is None else draft), config, capture=capture,
-                               capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
-            self.capture = found.config.capture
-            if shape.steps and topk > found.config.draft_vocab_size:
-                raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")
-        self.draft_config, self.shape, self.chunk, self.max_batch = found and found.config, shape, chunk, max_batch
-        self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}",
-                       f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None",
-                       *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items())]
-        self._load(target, found, max_length, page_size, progress)
+        self._number, self.team = 0, team or start(size, patience, options)
+        if self.team:
+            progress = self.team.progress(progress)
+            if not self.team.rank:
+                weakref.finalize(self, self.team.close)         # also at the interpreter's end
+        with self.team or nullcontext():
+            if self.team:               # nobody comes to connect where a rank was refused above
+                self.team.meet()
+            self.ranks = Ranks.connect(self.team, self.device, expert_parallel=expert_parallel, shard_latent=shard_latent)
+            target = Path(DEFAULT / "target" if target is None else target)
+            config = self.target_config = TargetConfig.read(target, latent_norm_eps)
+            self.tokenizer = Tokenizer.load(target, config.vocab_size)
+            self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
+            if draft == "none":
+                found, shape, self.capture = None, Shape(0, topk), layer_inputs(capture, config.num_hidden_layers)
+            else:
+                found = open_draft(Path(DEFAULT / "draft" if draft is None else draft), config, capture=capture,
+                                   capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps,
+                                   overrides=overrides)
+                self.capture = found.config.capture
+                if shape.steps and topk > found.config.draft_vocab_size:
+                    raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")
+            self.draft_config, self.shape, self.max_batch = found and found.config, shape, max_batch
+            self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}",
+                           f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None",
+                           *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items())]
+            self.runner = Runner(target, config, found, shape, self.device, self.dtype, self.ranks, capture=self.capture,
+                                 max_batch=max_batch, max_length=max_length, chunk=chunk, page_size=page_size, exact=exact,
+                                 cuda_graphs=cuda_graphs, progress=progress)
+            self.report += self.runner.report
+            self.max_length, self.pages = self.runner.max_length, self.runner.pages
+            self.scheduler = Scheduler(self.pages, max_batch, chunk, shape.scratch)
+            self._inbox, self.closed = {}, False
+            if self.team:
+                self.team.meet()
 
-    def _load(self, target, found, max_length, page_size, progress):
-        """Ask what fits, allocate, fill from the files, capture."""
-        config, shape, account = self.target_config, self.shape, load.open_target(target, self.target_config)
-        account = keep_packed(account) if self.device.type == "cuda" else account
-        draft = {f"draft.{name}": size for name, size in found.shapes.items()} if found else {}
-        weights = weight_bytes(account.shapes | draft, self.dtype, account.dtypes)
-        rotary = 8 * config.max_position_embeddings * (config.rope.dim + (found.config.rope.dim if found else 0))
-        hidden = self.max_batch * (shape.nodes + 1) * len(self.capture) * config.hidden_size * self.dtype.itemsize
-        latent = config.kv_lora_rank + config.qk_rope_head_dim
-        kv_heads, width = kv_shape(found.config) if found else (0, 0)
-        token = (config.num_hidden_layers * latent + kv_heads * width) * self.dtype.itemsize
-        self.max_length, tokens, reason = plan(available(self.device) - rotary - hidden, weights, token, self.max_batch, max_length,
-                                               config.max_position_embeddings, shape.scratch + page_size)
-        reach = self.max_length + shape.scratch
-        self.target = Target(config, account.shapes, self.dtype, self.device, reach, account.dtypes)
-        self.report += load.fill(account, self.target.parameters, progress).lines
-        self.draft, draft_cache = None, None
-        self.pages = Pages(1 + -(-tokens // page_size), page_size)
-        slots = self.pages.count * page_size
-        if found:
-            self.draft = Draft(found.config, found.shapes, found.d2t, self.target.embed, self.target.head, self.dtype, self.device, reach)
-            self.report += load_draft(found, self.draft.parameters, progress).lines
-            draft_cache = Cache(1, slots, kv_heads, width, self.dtype, self.device)[0]
-            if found.config.max_position_embeddings < self.max_length:
-                self.report.append(f"warning: the draft was trained to {found.config.max_position_embeddings} positions, max_length is "
-                                   f"{self.max_length}: expect fewer accepted tokens past that")
-        self.hidden = HiddenBuffer(self.max_batch, shape.nodes + 1, self.capture if found else (), config.hidden_size, self.dtype, self.device)
-        target_cache = Cache(config.num_hidden_layers, slots, 1, latent, self.dtype, self.device)
-        self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, draft_cache, self.hidden, shape)
-        self.scheduler = Scheduler(self.pages, self.max_batch, self.chunk, shape.scratch)
-        self.assemble = Assembler(page_size, self.max_length, config.vocab_size, self.device, self.exact)
-        self._inbox, self.closed = {}, False
-        self.report.append(f"max_length {self.max_length} ({reason}); caches hold {slots - page_size} tokens, {token} bytes each, "
-                           f"{size(slots * token)}; weights {size(weights)}")
-        self.graphs = Graphs(self) if self.cuda_graphs and self.device.type == "cuda" else None
-        if self.graphs:
-            self.graphs.warm(progress)
+    target, draft, hidden = (property(attrgetter(f"runner.{name}")) for name in ("target", "draft", "hidden"))
 
     @property
     def draft_steps(self):
@@ -138,10 +134,10 @@ class Engine:
         """An engine that shares this one's target and caches and decodes without a draft: the other side of a comparison."""
         self._check_open()
         engine = copy(self)
-        engine.shape, engine.draft = Shape(0), None
-        engine.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, engine.shape)
-        engine.scheduler = Scheduler(self.pages, self.max_batch, self.chunk, engine.shape.scratch)
-        engine.assemble, engine._inbox, engine.graphs = copy(self.assemble), {}, self.graphs and Graphs(engine)
+        engine._whole, engine._number = self, id(engine)        # the ranks end with the engine that has them
+        with self._announce("plain", engine._number):
+            engine.shape, engine.runner = Shape(0), self.runner.plain()
+        engine.scheduler, engine._inbox = Scheduler(self.pages, self.max_batch, self.runner.chunk, engine.shape.scratch), {}
         return engine
 
     def generate(self, prompts, params=None):
@@ -156,7 +152,6 @@ class Engine:
         """The same, as an iterator of Events while they come: one a request and round, the prefill's first token being the first."""
         return self._run(self._requests(prompts, params)[0])
 
-    @torch.inference_mode()
     def score(self, ids):
         """Logits and captured states after every token of a prompt (ids or text), in one pass without speculation."""
         self._check_open()
@@ -166,20 +161,18 @@ class Engine:
         count = self.pages.needed(len(ids))
         if count > self.pages.free:
             raise MinispecError(f"score: {len(ids)} ids need {count} pages, {self.pages.free} are free while other requests run")
-        pages, parts = self.pages.take(count), []
+        pages = self.pages.take(count)
         try:
-            for at in range(0, len(ids), self.chunk):
-                batch = self.assemble.batch(self.assemble.tensor([pages]), [at], [0], [0], [0], None)
-                hidden, states = self.speculator.forward(batch, self.assemble.tensor([ids[at:at + self.chunk]]), self.capture)
-                parts.append((self.target.logits(hidden[0]), states[0]))
+            with self._announce("score", ids):
+                return Score(*self.runner.score(ids, pages))
         finally:
             self.pages.give(pages)
-        return Score(*(torch.cat(part) for part in zip(*parts)))
 
     def close(self):
         """Frees weights and caches. A closed engine refuses to work."""
-        self.closed = True
-        self.target = self.draft = self.hidden = self.speculator = self.graphs = None
+        self.closed, self.runner = True, None
+        if self.team and not self._number:
+            self.team.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -189,7 +182,15 @@ class Engine:
     def __exit__(self, *error):
         self.close()
 
+    def _announce(self, action, *payload):
+        """Rank 0 tells the others what it is about to do -> the context in which it does so. Alone nobody listens."""
+        if self.team is None or self.team.rank or action == "finish" and self.team.over.is_set():
+            return nullcontext()
+        return self.team.tell(action, self._number, *payload)
+
     def _check_open(self):
+        if self.team:
+            self.team.check()
         if self.closed:
             raise MinispecError("this engine is closed; make a new one")
 
@@ -233,6 +234,8 @@ class Engine:
         try:
             for request in requests:
                 self.scheduler.add(request)
+                with self._announce("add", id(request), request.index, request.prompt_ids, request.params):
+                    pass
             while any(not request.finish_reason or events[id(request)] for request in requests):
                 if not any(events.values()):
                     self._step()
@@ -243,9 +246,10 @@ class Engine:
                             raise event
                         yield event
         finally:
-            for request in requests:
-                self.scheduler.finish(request)
-                del self._inbox[id(request)]
+            with self._announce("finish", list(map(id, requests))):
+                for request in requests:
+                    self.scheduler.finish(request)
+                    del self._inbox[id(request)]
 
     def _step(self):
         """One step of the scheduler: a chunk of one prompt, or a round for all running requests."""
@@ -265,15 +269,9 @@ class Engine:
 
     def _compute(self, kind, what):
         """Runs a step and hands its events to the streams."""
-        if kind == "prefill":
-            request, start, stop = what
-            more = request.prompt_ids[stop] if stop < len(request.prompt_ids) else None
-            path = self.speculator.prefill(self.assemble([request]), self.assemble.tensor([request.prompt_ids[start:stop]]), more)
-            request.length, request.draft_length = stop, stop - (more is None)
-            done, emitted, logprobs = ([request], *path.read()) if path else ([], [], [])
-        else:
-            done = what[0]
-            emitted, logprobs = self._round(done)
+        done = what[0] if kind == "round" else what[:1]
+        with self._announce("step"):
+            emitted, logprobs = self.runner.round(done) if kind == "round" else self.runner.prefill(*what)
         for request, (count, *tokens), logs in zip(done, emitted, logprobs):
             # an error waits in the inbox too: the stream that ran this step may be another's, and its own requests go on
             event = request.take(tokens[:count], logs and logs[:count]) if count else MinispecError(
@@ -282,13 +280,3 @@ class Engine:
             self._inbox[id(request)].append(event)
             if request.finish_reason or not count:
                 self.scheduler.finish(request)
-
-    def _round(self, requests):
-        """One round: [count, tokens ...] of each request, and its log-probabilities or None."""
-        if self.graphs and all(map(self.graphs.fits, requests)):
-            found = self.graphs(requests), [None] * len(requests)
-        else:
-            found = self.speculator.round(self.assemble(requests)).read()
-        for request in requests:
-            request.draft_length = request.length
-        return found

@@ -4,6 +4,7 @@ from functools import partial
 import torch
 
 from minispec.batch import Batch
+from minispec.kernels.accept import publish
 from minispec.kernels.choose import Sampling
 from minispec.params import SamplingParams
 
@@ -17,7 +18,7 @@ def record(run, device, pool):
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):      # nccl's own thread looks at events meanwhile
         out = run()
     return graph.replay, out
 
@@ -31,25 +32,20 @@ class Round:
     """
 
     @torch.inference_mode()
-    def __init__(self, engine, size, sampled, pool):
-        device, scratch = engine.device, engine.shape.scratch
+    def __init__(self, runner, size, sampled, pool):
+        device, scratch = runner.device, runner.shape.scratch
         self.members = []       # (request, the length at which this round left it): what table and state are about
-        self.table = torch.zeros(size, engine.pages.needed(engine.max_length + scratch), dtype=torch.int64, device=device)
-        self.idle = torch.tensor([1, 0, 1, engine.max_batch, 0], device=device)[:, None].expand(-1, size)
+        self.table = torch.zeros(size, runner.pages.needed(runner.max_length + scratch), dtype=torch.int64, device=device)
+        self.idle = torch.tensor([1, 0, 1, runner.max_batch, 0], device=device)[:, None].expand(-1, size)
         self.state = self.idle.clone()
         params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
-        self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, engine.target_config.vocab_size, device)
-        batch = Batch(self.table, engine.pages.page_size, *self.state[:4], engine.max_length, engine.shape.nodes + 1, self.sampling, engine.exact)
-        self.replay, self.out = record(partial(self._round, engine.speculator, batch), device, pool)
+        self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, runner.target_config.vocab_size, device)
+        batch = Batch(self.table, runner.pages.page_size, *self.state[:4], runner.max_length, runner.shape.nodes + 1, self.sampling, runner.exact)
+        self.replay, self.out = record(partial(self._round, runner.speculator, batch), device, pool)
 
     def _round(self, speculator, batch):
         path = speculator.round(batch)
-        length, pending, room, _, alive = self.state
-        count = path.count * alive
-        pending.copy_(path.tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0])
-        length.add_(count)
-        room.sub_(count)
-        return torch.cat([path.count[:, None], path.tokens], 1)
+        return publish(path.count, path.tokens, self.state)
 
     @torch.inference_mode()
     def __call__(self, requests, assemble):
@@ -70,9 +66,9 @@ class Round:
 class Graphs:
     """Rounds by batch size, powers of two up to max_batch, greedy or sampled; `fits` tells which requests can be in one."""
 
-    def __init__(self, engine):
-        self.engine, self.rounds = engine, {}
-        self.pool = torch.cuda.graph_pool_handle() if engine.device.type == "cuda" else None    # one for all: a replay's result is read at once
+    def __init__(self, runner):
+        self.runner, self.rounds = runner, {}
+        self.pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None    # one for all: a replay's result is read at once
 
     @staticmethod
     def fits(request):
@@ -84,20 +80,20 @@ class Graphs:
 
     def warm(self, progress):
         """Capture every greedy size now, so that no request pays for it. progress(done, total, what)."""
-        sizes = sorted({self.size(count) for count in range(1, self.engine.max_batch + 1)})
+        sizes = sorted({self.size(count) for count in range(1, self.runner.max_batch + 1)})
         for done, size in enumerate(sizes, 1):
             self.round(size, False)
             if progress:
                 progress(done, len(sizes), "batch sizes captured")
 
     def size(self, count):
-        return min(1 << (count - 1).bit_length(), self.engine.max_batch)
+        return min(1 << (count - 1).bit_length(), self.runner.max_batch)
 
     def round(self, size, sampled):
         if (size, sampled) not in self.rounds:
-            self.rounds[size, sampled] = Round(self.engine, size, sampled, self.pool)
+            self.rounds[size, sampled] = Round(self.runner, size, sampled, self.pool)
         return self.rounds[size, sampled]
 
     def __call__(self, requests):
         sampled = any(request.params.temperature > 0 for request in requests)
-        return self.round(self.size(len(requests)), sampled)(requests, self.engine.assemble)
+        return self.round(self.size(len(requests)), sampled)(requests, self.runner.assemble)

@@ -1,6 +1,8 @@
 """The hidden-state buffer: what the target saw, kept until the draft can read it."""
 import torch
 
+from minispec.kernels.buffer import keep, unread
+
 
 class HiddenBuffer:
     """states [seats, capacity, A * hidden] of the target's captured layers, concatenated in ascending layer order.
@@ -23,14 +25,11 @@ class HiddenBuffer:
 
     def put(self, batch, states, path):
         """Keep the states of an accepted path: states [B, R, A * hidden] of a forward's rows, path.tokens the token after each."""
-        size = path.rows.shape[1]
-        self.states[batch.seats, :size] = states.gather(1, path.rows[..., None].expand(-1, -1, states.shape[-1]))
-        self.next[batch.seats, :size] = path.tokens
-        self.count[batch.seats] = path.count
+        keep(states, path.rows, path.tokens, path.count, batch.seats, self.states, self.next, self.count)
 
     def take(self, batch):
-        """(states [B, R, A * hidden], next tokens [B, R], count [B]), R = batch.unread, left until the next put; rows from count on are padding."""
-        return self.states[batch.seats, :batch.unread], self.next[batch.seats, :batch.unread], self.count[batch.seats]
+        """Unread of kernels/buffer.py for batch.unread rows a request, left until the next put; its index counts rows of `states`, flat."""
+        return unread(self.next, self.count, batch.seats, batch.length, batch.unread, batch.table, batch.page_size)
 
     def part(self, k, seat=0):
         """The k-th captured layer's unread states at one seat: [count, hidden], for looking at."""

@@ -2,18 +2,25 @@
 import math
 import re
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from textwrap import wrap
 
+import torch
+
 from minispec.config import LATENT_EPS, TargetConfig
+from minispec.device import HEADROOM, available, read_bytes, resolve_device, size, weight_bytes, workspace
 from minispec.draft import kv_shape
 from minispec.errors import MinispecError
 from minispec.fields import Fields, printable
+from minispec.ranks import Ranks
+from minispec.speculate import Shape
 from minispec.tokenizer import Tokenizer, stop_ids
 from minispec.weights.resolve import NVIDIA_KEYS
 from minispec.weights.checkpoint import Checkpoint
 from minispec.weights.draft import open_draft
-from minispec.weights.load import DEFAULT, open_target
+from minispec.weights.load import DEFAULT, Report, open_target
+from minispec.weights.packed import keep_packed
+from minispec.weights.shard import shard_pair
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 PARTS = {"embed": "embedding", "head": "head", "w13": "routed experts", "w2": "routed experts", "gate_up": "other MLPs",
@@ -21,8 +28,12 @@ PARTS = {"embed": "embedding", "head": "head", "w13": "routed experts", "w2": "r
          **dict.fromkeys(("qkv_a", "q_b", "kv_b", "qkv", "o"), "attention")}
 
 
-def describe(directory=None, target=None, draft=None, latent_norm_eps=None, **dialect):
-    """{"target": ..., "draft": ...} as plain values. A folder with a fusion layer (fc) is a draft, read beside its target."""
+def describe(directory=None, target=None, draft=None, latent_norm_eps=None, tensor_parallel=None, expert_parallel=False, shard_latent=False,
+             memory=None, **dialect):
+    """{"target": ..., "draft": ...} as plain values. A folder with a fusion layer (fc) is a draft, read beside its target.
+
+    tensor_parallel or memory (bytes a device): also "ranks", what each of them would hold.
+    """
     if "" in (directory, target, draft):
         raise MinispecError("a folder's name is empty: give one, or leave the option out for the default pair")
     names = Checkpoint.open(str(directory), pickled=True).tensors if directory else {}
@@ -35,14 +46,58 @@ def describe(directory=None, target=None, draft=None, latent_norm_eps=None, **di
     draft = directory if is_draft else None if directory else draft or DEFAULT / "draft"
     eps = LATENT_EPS if latent_norm_eps is None else latent_norm_eps
     config = TargetConfig.read(str(target), eps)
-    found = {} if is_draft else {"target": describe_target(str(target), config)}
+    asked, count = tensor_parallel is not None or memory is not None, 1 if tensor_parallel is None else tensor_parallel
+    if not 0 < count <= 1024:
+        raise MinispecError(f"--tensor-parallel {count}: give a whole number from 1 to 1024")
+    plan, other = None if is_draft and not asked else open_target(str(target), config), None
+    found = {} if is_draft else {"target": describe_target(str(target), config, plan)}
     if draft not in (None, "none"):
-        found["draft"] = describe_draft(str(draft), config, dialect, eps)
+        overrides = {name: dialect.pop(name) for name in list(dialect) if name not in ("capture", "capture_convention", "d2t")}
+        other = open_draft(str(draft), config, latent_norm_eps=eps, overrides=overrides, **dialect)
+        found["draft"] = describe_draft(str(draft), other)
+    if not asked and (expert_parallel or shard_latent):
+        raise MinispecError(f"--{'expert-parallel' if expert_parallel else 'shard-latent'} says how ranks share the model: give --tensor-parallel")
+    if asked:
+        ranks = [Ranks(rank, count, expert_parallel=expert_parallel, shard_latent=shard_latent) for rank in range(count)]
+        found["ranks"] = describe_ranks(plan, config, other, ranks, memory)
     return found
 
 
-def describe_target(folder, config):
-    plan, tokenizer = open_target(folder, config), Tokenizer.load(folder, config.vocab_size)
+def describe_ranks(plan, config, draft, ranks, memory):
+    """What Engine would put where, in bfloat16 on CUDA, where routed experts stay as stored; its defaults in everything else."""
+    dtype, shape, count = torch.bfloat16, Shape() if draft else Shape(0), len(ranks)
+    weights, firsts = {}, {rank.experts(config.n_routed_experts)[0] for rank in ranks}
+    few = [piece for piece in plan.pieces if not piece[0].param.endswith((".w13", ".w2")) or piece[0].index[0] in firsts]   # all are alike
+    for rank in ranks:
+        own, other = shard_pair(replace(plan, pieces=few, report=Report()), config, draft, rank)
+        own = keep_packed(own)
+        sizes = {name: weight_bytes({name: one}, dtype, own.dtypes) for name, one in own.shapes.items()}
+        shared = weight_bytes(other.shapes, dtype) if draft else 0
+        weights[f"rank {rank.rank}"] = sum(sizes.values()) + shared
+        if rank.rank == 0 or sum(sizes.values()) + shared > max(list(weights.values())[:-1]):           # of the rank that holds most
+            drafted = shared - weight_bytes({"embed": other.shapes["embed"]}, dtype) if draft and "embed" in other.shapes else shared
+            drafted += sizes["head"] if draft and "head" not in other.shapes else 0
+            rounds = {str(rows): int(read_bytes(sizes, config, rows)) for rows in range(1, 17)}
+    token = {"target": config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize}
+    token |= {"draft": math.prod(kv_shape(draft.config, ranks[0])) * dtype.itemsize} if draft else {}
+    device = resolve_device("auto")
+    free = memory or available(device) // (count if device.type == "cpu" else 1)
+    aside = workspace(config, draft and draft.config, shape, 8, len(draft.config.capture) if draft else 0, dtype)
+    room, kv = int((free - aside) * HEADROOM) - max(weights.values()), sum(token.values())
+    fits = room // kv - shape.scratch
+    need, context = f"{size(max(weights.values()))} of weights a rank", min(fits, config.max_position_embeddings) if fits >= 2 else 0
+    return {
+        "folder": f"{count} of {size(free)} each, bfloat16, experts {'whole' if ranks[0].expert_parallel else 'cut'}",
+        "fits": f"no: {need}, and {HEADROOM:.0%} of {size(free)} may be used: give more ranks, or more memory" if fits < 2 else
+                f"yes: {need}, caches for {fits} tokens, a context of {context}",
+        "context": context, "weights_bytes": weights, "workspace_bytes": aside, "kv_bytes_per_token": token,
+        "target_bytes_a_round_by_rows": rounds, **({"draft_bytes_a_level": drafted} if draft else {}),
+        "note": "a round reads also the cache, and of its experts a rank's mean: the busiest reads more" if ranks[0].expert_parallel else
+                "a round reads also the cache"}
+
+
+def describe_target(folder, config, plan):
+    tokenizer = Tokenizer.load(folder, config.vocab_size)
     moe = sum(config.is_moe(i) for i in range(config.num_hidden_layers))
     return {
         "folder": folder,
@@ -58,9 +113,7 @@ def describe_target(folder, config):
     }
 
 
-def describe_draft(folder, config, dialect, eps):
-    overrides = {name: dialect.pop(name) for name in list(dialect) if name not in ("capture", "capture_convention", "d2t")}
-    plan = open_draft(folder, config, latent_norm_eps=eps, overrides=overrides, **dialect)
+def describe_draft(folder, plan):
     c, ids = plan.config, plan.d2t
     layers = {match[0] + "*" for name in plan.checkpoint.tensors if (match := re.match(r"(model\.)?(midlayer|layers\.\d+)\.", name))}
     return {
@@ -149,6 +202,9 @@ def lines_of(facts):
                 yield f"    {part:<24}" + "".join(f"{row[column]:>16,}" for column in total)
         elif name == "capture":
             yield f"  capture: inputs of layers {value['inputs_of_layers']} = outputs of layers {value['outputs_of_layers']}"
+        elif "_bytes" in name and not name.startswith("kv"):
+            value = {key: size(count) for key, count in value.items()} if isinstance(value, dict) else size(value)
+            yield from lines_of({name.replace("_bytes", ""): value})
         elif isinstance(value, dict):
             line = f"  {title}: " + ", ".join(f"{key} {inner}" for key, inner in value.items())
             yield from wrap(line, 120, subsequent_indent="    ")

@@ -1,28 +1,22 @@
-"""The pieces that target and draft share: norm, rotary embedding, SwiGLU and latent attention (MLA)."""
+"""The pieces that target and draft share: rotary embedding, SwiGLU and the output of latent attention (MLA)."""
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
-from minispec.kernels.linear import linear, rowwise
+from minispec.kernels.fused_linear import fused_linear
+from minispec.kernels.project import Angles, latent_front, latent_lift
 from minispec.kernels.tree_attention import tree_attention
 
 
-def rms_norm(x, weight, eps):
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis; the mean in fp32, the product in x's dtype (as transformers rounds)."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return weight * F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
-
-
-def mlp(x, gate_up, down):
-    """SwiGLU: down(silu(gate x) * up x); gate rows come first in gate_up [2I, h]."""
-    gate, up = linear(x, gate_up).chunk(2, -1)
-    return linear(F.silu(gate) * up, down)
+def mlp(x, p, norm, eps, ranks, exact=False):
+    """x + SwiGLU(norm x): down(silu(gate x) * up x); gate rows come first in gate_up [2I, h]."""
+    inner = fused_linear(x, p.gate_up, norm, eps, swiglu=True, exact=exact)
+    return ranks.sum(fused_linear(inner, p.down, residual=ranks.once(x), exact=exact))
 
 
 class Rotary:
-    """Rotary embedding as one formula for both layouts: x * cos + x[partner] * sin, the sign of the rotation inside sin.
+    """Tables of the rotary embedding in the form of kernels.project.Angles, one for both layouts.
 
     rope: config.Rope; the tables hold `length` positions, fp32 [length, dim]. They are sized by the longest position that the
     engine can reach, never by the model's own max_position_embeddings (reads past a short table are silent elsewhere).
@@ -38,42 +32,38 @@ class Rotary:
         sin[:, first] = -sin[:, second]
         partner[first], partner[second] = second, first
         self.cos, self.sin, self.partner = cos.to(device), sin.to(device), partner.to(device)
+        self.interleaved = rope.style == "interleaved"
 
     def at(self, positions):
-        """positions [B, R] -> (cos, sin) fp32 [B, R, 1, dim], gathered once a forward for all layers and heads."""
-        return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
-
-    def __call__(self, x, angles):
-        """x [B, R, heads, dim] -> the same, rotated in fp32."""
-        cos, sin = angles
-        return torch.addcmul(x * cos, x.index_select(-1, self.partner), sin).to(x.dtype)
+        """The Angles of positions int64 [B, R]."""
+        return Angles(self.cos, self.sin, self.partner, self.interleaved, positions.contiguous())
 
 
-def mla_project(p: SimpleNamespace, x, cache, rows, angles, config, rotary):
-    """Queries and cached latents of multi-head latent attention in absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1).
-
-    x [B, R, width] -> q [B, R, H, kv_lora + rope]; writes each row's latent and rotated key to cache [slots, 1, kv_lora + rope] at rows.slots.
-    score = scale * (UK^T q_nope . c + q_rope . k_rope): the per-head key projection UK moves from the cache to the query.
-    """
-    heads, nope, rope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
-    exact = rows.view.exact
-    q, latent, k_rope = rowwise(lambda x: linear(x, p.qkv_a), x, exact).split([p.qkv_a.shape[0] - rank - rope, rank, rope], -1)
-    if config.q_lora_rank:
-        q = rowwise(lambda q: linear(q, p.q_b), rms_norm(q, p.q_norm, config.latent_norm_eps), exact)
-    q_nope, q_rope = q.unflatten(-1, (heads, nope + rope)).split([nope, rope], -1)
-    latent = rms_norm(latent, p.kv_norm, config.latent_norm_eps).unsqueeze(2)
-    cache[rows.slots] = torch.cat([latent, rotary(k_rope.unsqueeze(2), angles)], -1)
-    q_latent = rowwise(lambda q: torch.matmul(q.transpose(1, 2), p.kv_b[:, :nope]).transpose(1, 2), q_nope, exact)     # [B, R, H, rank]
-    return torch.cat([q_latent, rotary(q_rope, angles)], -1)
+def embed(tokens, table, vocab, ranks):
+    """Rows of an embedding of `vocab` rows, of which `table` holds this rank's."""
+    if ranks.size == 1:
+        return F.embedding(tokens, table)
+    local = tokens - ranks.span(vocab)[0]
+    found = F.embedding(local.clamp(0, len(table) - 1), table)
+    return ranks.sum(found.masked_fill_(((local < 0) | (local >= len(table)))[..., None], 0))
 
 
-def mla_attend(p: SimpleNamespace, q, cache, view, config):
-    """q [B, R, H, kv_lora + rope] -> [B, R, hidden]: the value of a cached token is its latent, lifted per head by UV after the sum."""
-    out = tree_attention(q, cache, view, config.softmax_scale, slice(0, config.kv_lora_rank))
-    def lift(out):
-        out = torch.matmul(out.transpose(1, 2), p.kv_b[:, config.qk_nope_head_dim:].transpose(1, 2))   # [B, H, R, v]
-        return linear(out.transpose(1, 2).flatten(2), p.o)
-    return rowwise(lift, out, view.exact)
+def latent_project(p: SimpleNamespace, a, cache, slots, angles, config, ranks, exact=False):
+    """Queries of latent attention from a = qkv_a x, for the heads of this rank, which kv_b holds; writes the cache. See latent_front."""
+    if ranks.shard_latent:
+        nope, rope, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
+        own = 0 if config.q_lora_rank else len(p.kv_b) * (nope + rope)
+        a = torch.cat([a[..., :own], ranks.join(a[..., own:], (config.q_lora_rank or 0) + rank + rope)], -1)
+    return latent_front(a, getattr(p, "q_norm", None), getattr(p, "q_b", None), p.kv_norm, p.kv_b, config.qk_nope_head_dim,
+                        config.latent_norm_eps, angles, slots, cache, exact)
+
+
+def mla_attend(p: SimpleNamespace, q, residual, cache, view, config, ranks, take=None):
+    """q [B, R, H, kv_lora + rope] -> residual + [B, R, hidden]: the value of a cached token is its latent, lifted per head by UV after the
+    sum. take int64 [B, R]: row numbers of the residual."""
+    part, lse = tree_attention(q, cache, view, config.softmax_scale, slice(0, config.kv_lora_rank), merge=False)
+    lifted = latent_lift(part, lse, p.kv_b, config.qk_nope_head_dim, view.exact)
+    return ranks.sum(fused_linear(lifted, p.o, residual=ranks.once(residual), take=take, exact=view.exact))
 
 
 def namespaces(parameters, count):

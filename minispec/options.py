@@ -1,4 +1,6 @@
 """The options that commands share. A default lives where the value is used; an option that is not given is not passed on."""
+import re
+
 import click
 
 
@@ -11,7 +13,7 @@ class Parsed(click.ParamType):
     def convert(self, value, param, ctx):
         try:
             return self.parse(value)
-        except ValueError:
+        except (ValueError, AttributeError):
             self.fail(f"{value[:60]!r} is {self.wanted}", param, ctx)
 
 
@@ -20,7 +22,13 @@ def _bias(text):
     return int(token), float(bias)
 
 
+def _memory(text):
+    number, unit = re.fullmatch(r"([\d.]+) *([KMGT]i?)?B?", text).groups()
+    return int(float(number) * (1024 if "i" in (unit or "") else 1000) ** " KMGT".index((unit or " ")[0]))
+
+
 IDS = Parsed("INT,INT,...", lambda text: tuple(int(part) for part in text.split(",")), "not integers separated by commas")
+MEMORY = Parsed("SIZE", _memory, "not a size, as in 141GB or 80GiB")
 BIAS = Parsed("ID=VALUE", _bias, "not ID=VALUE, as in 42=-1.5")
 EPS = Parsed("NUMBER|config", lambda text: text if text == "config" else float(text), "neither a number nor config")
 
@@ -50,6 +58,11 @@ MODELS = (
     click.option("--target", metavar="DIR", help="Target checkpoint; default: the pair that comes with minispec."),
     click.option("--draft", metavar="DIR|none", help="EAGLE-3 draft checkpoint; none decodes plainly."),
 )
+RANKS = (
+    click.option("--tensor-parallel", type=int, help="Ranks that share the model, a GPU each; default: those that torchrun started, else 1."),
+    click.option("--expert-parallel", is_flag=True, default=None, help="Ranks hold whole routed experts; default: each a part of all."),
+    click.option("--shard-latent", is_flag=True, default=None, help="Ranks share q_a and kv_a too: fewer bytes, one more gather a layer."),
+)
 ENGINE = (
     *MODELS,
     click.option("--draft-steps", type=int, help="Levels of the draft tree, 6 by default; 0 is plain decoding."),
@@ -58,6 +71,8 @@ ENGINE = (
     click.option("--device", help="auto (default), cpu, cuda or cuda:N."),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
                  help="auto (default) is float32 on CPU and bfloat16 on CUDA."),
+    *RANKS,
+    click.option("--patience", type=float, help="Seconds without progress, 20 by default, after which a run of several ranks is ended."),
     click.option("--max-length", type=int, help="Tokens a request may hold, prompt included; default: the target's context."),
     click.option("--max-batch", type=int, help="Requests that run at once."),
     click.option("--cuda-graphs/--no-cuda-graphs", default=None, help="On CUDA a round is one captured graph, the default; the ids are the same."),

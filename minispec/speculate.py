@@ -3,8 +3,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from minispec.choice import choose
 from minispec.errors import MinispecError
-from minispec.kernels.choose import choose
 from minispec.tree import Tree
 from minispec.verify import Path, accept
 
@@ -49,10 +49,12 @@ class Speculator:
     @torch.inference_mode()
     def round(self, batch):
         """One round for every request of the batch. Returns the Path: what was emitted, accepted + 1 tokens each."""
-        tree = self.draft.grow(batch, self.draft_cache, self.hidden.take(batch), self.shape) if self.draft else Tree.root(batch)
+        pool = self.draft.grow(batch, self.draft_cache, self.hidden, self.shape) if self.draft else None
+        tree = Tree.best(batch, pool, self.shape).agreed(self.target.ranks)
         rows = tree.rows(batch)
         hidden, states = self.target(rows, self.target_cache, self.capture)
-        path = accept(tree, *choose(hidden, self.target.head, batch.length[:, None] + tree.depth, batch.sampling, tree.tokens, tree.ancestors))
+        ancestors = None if batch.sampling.repetition is None else tree.ancestors
+        path = accept(tree, *self.choose(hidden, rows.positions, batch.sampling, rows.tokens, ancestors)).agreed(self.target.ranks)
         self.target_cache.commit(batch, path)
         if self.draft:
             self.hidden.put(batch, states, path)
@@ -75,11 +77,14 @@ class Speculator:
                 self.draft.extend(done, self.draft_cache, states[:, :known], after, torch.full_like(batch.length, known))
         if following is not None:
             return None
-        choice, logprobs, finite = choose(hidden[:, -1:], self.target.head, batch.length[:, None] + size - 1, batch.sampling)
-        path = Path(torch.zeros_like(choice), finite.long()[:, 0], choice, logprobs, True)
+        choice, logprobs, finite = self.choose(hidden[:, -1:], batch.length[:, None] + size - 1, batch.sampling)
+        path = Path(torch.zeros_like(choice), finite.long()[:, 0], choice, logprobs, True).agreed(self.target.ranks)
         if self.draft:
             self.hidden.put(batch, states[:, -1:], path)
         return path
+
+    def choose(self, hidden, positions, sampling, tokens=None, ancestors=None):
+        return choose(hidden, self.target.head, positions, sampling, tokens, ancestors, self.target.config.vocab_size, self.target.ranks)
 
     @torch.inference_mode()
     def forward(self, batch, tokens, capture):

@@ -2,20 +2,21 @@
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
+from minispec.kernels.fused_linear import fused_linear, rms_norm
 from minispec.kernels.linear import linear, rowwise
 from minispec.kernels.moe import moe
-from minispec.kernels.route import route
-from minispec.layers import Rotary, allocate, mla_attend, mla_project, mlp, namespaces, rms_norm
+from minispec.kernels.route import ffn_front
+from minispec.layers import Rotary, allocate, embed, latent_project, mla_attend, mlp, namespaces
+from minispec.ranks import ALONE
 
 
 class Target:
     """shapes and dtypes: weights.names.target_table, or weights.packed's; parameters: name -> tensor, NaN until weights.load fills them.
-    length: positions in the tables."""
+    length: positions in the tables. ranks: who share the layers; each has its heads, its part of every MLP and its rows of the vocabulary."""
 
-    def __init__(self, config, shapes, dtype, device, length, dtypes={}):
-        self.config = config
+    def __init__(self, config, shapes, dtype, device, length, dtypes={}, ranks=ALONE):
+        self.config, self.ranks = config, ranks
         self.parameters = allocate(shapes, dtype, device, dtypes)
         self.layers = namespaces(self.parameters, config.num_hidden_layers)
         self.embed, self.norm, self.head = (self.parameters[name] for name in ("embed", "norm", "head"))
@@ -27,31 +28,34 @@ class Target:
         Returns hidden [B, R, h] after the final norm and states [B, R, A * h]: for each id in `capture` the residual stream entering that
         layer (0 = embedding output, n = output of the last layer before the final norm), in the order of `capture`.
         """
-        x, entering = F.embedding(rows.tokens, self.embed), {}
+        c, eps, exact, ranks = self.config, self.config.rms_norm_eps, rows.view.exact, self.ranks
+        x, entering = embed(rows.tokens, self.embed, c.vocab_size, ranks), {}
         angles = self.rotary.at(rows.positions)
         for i, layer in enumerate(self.layers):
             if i in capture:
                 entering[i] = x
-            h = rms_norm(x, layer.attn_norm, self.config.rms_norm_eps)
-            q = mla_project(layer, h, cache[i], rows, angles, self.config, self.rotary)
-            x = x + mla_attend(layer, q, cache[i], rows.view, self.config)
-            h = rms_norm(x, layer.ffn_norm, self.config.rms_norm_eps)
-            x = x + rowwise(partial(self.experts, layer) if self.config.is_moe(i) else partial(mlp, gate_up=layer.gate_up, down=layer.down),
-                            h, rows.view.exact)
+            a = fused_linear(x, layer.qkv_a, layer.attn_norm, eps, exact=exact)
+            q = latent_project(layer, a, cache[i], rows.slots, angles, c, ranks, exact)
+            x = mla_attend(layer, q, x, cache[i], rows.view, c, ranks)
+            x = rowwise(partial(self.experts, layer), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
         entering[len(self.layers)] = x
         states = torch.cat([entering[i] for i in capture], -1) if capture else x[..., :0]
-        return rms_norm(x, self.norm, self.config.rms_norm_eps), states
+        return rms_norm(x, self.norm, eps), states
 
     def experts(self, layer, x):
-        """Routed plus shared experts: [B, R, h] -> the same."""
-        c, flat = self.config, x.flatten(0, 1)
-        ids, weights = route(flat, layer.router, getattr(layer, "bias", None), scoring=c.scoring_func, topk=c.num_experts_per_tok,
-                             groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
-                             group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
+        """x + routed and shared experts of its norm: [B, R, h] -> the same."""
+        c, flat, shared = self.config, x.flatten(0, 1), bool(self.config.n_shared_experts)
+        h, ids, weights, inner = ffn_front(
+            flat, layer.ffn_norm, c.rms_norm_eps, layer.router, getattr(layer, "bias", None), layer.gate_up if shared else None,
+            scoring=c.scoring_func, topk=c.num_experts_per_tok, groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
+            group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
+        if self.ranks.expert_parallel:
+            ids = ids - self.ranks.experts(c.n_routed_experts)[0]
+            ids = torch.where((ids < 0) | (ids >= len(layer.w2)), len(layer.w2), ids)
         w13, w2 = ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale)) if hasattr(layer, "w13_scale") else (layer.w13, layer.w2)
-        shared = mlp(flat, layer.gate_up, layer.down) if c.n_shared_experts else None
-        return moe(flat, w13, w2, ids, weights, shared).to(x.dtype).view_as(x)
+        out = moe(h, w13, w2, ids, weights, self.ranks.once(flat), (inner, layer.down) if shared else None)
+        return self.ranks.sum(out.to(x.dtype)).view_as(x)
 
     def logits(self, hidden):
         """hidden [..., h] -> fp32 [..., vocab]."""
-        return linear(hidden, self.head).float()
+        return self.ranks.join(linear(hidden, self.head).float(), self.config.vocab_size)

@@ -1,5 +1,5 @@
 """Which proposals the target agrees with."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,13 @@ class Path:
     logprobs: torch.Tensor | None
     straight: bool
 
+    def agreed(self, ranks):
+        """Rank 0's decision, taken over by all."""
+        if ranks.size == 1:
+            return self
+        names = ("rows", "count", "tokens", "logprobs")[:3 + (self.logprobs is not None)]
+        return replace(self, **dict(zip(names, ranks.agree(*(getattr(self, name) for name in names)))))
+
     def read(self):
         """The host's one look at a round: [count, tokens ...] of each request, and its log-probabilities, or None for each."""
         emitted = torch.cat([self.count[:, None], self.tokens], 1).tolist()
@@ -32,4 +39,4 @@ def accept(tree, choice, logprobs, finite):
 
     choice int64 [B, R]: the target's own token after every row; finite bool [B, R]: whether its logits were.
     """
-    return Path(*kernel.accept(tree.tokens, tree.parents, tree.valid, tree.words, choice, logprobs, finite), tree.straight)
+    return Path(*kernel.accept(tree.laid.tokens, tree.laid.parents, tree.laid.valid, tree.laid.words, choice, logprobs, finite), tree.straight)

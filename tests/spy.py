@@ -15,31 +15,29 @@ def draft_calls(engine):
     the layer's second half ran: for the last row of an extension, for every row of a guess.
     """
     draft, calls = engine.draft, []
-    project, attend, extend = draft.project, draft.attend, draft.extend
+    project, attend, fuse = draft.project, draft.attend, draft.fuse
     state = SimpleNamespace(kind="guess")
 
-    def spy_project(hidden, rows, cache):
+    def spy_project(hidden, rows, cache, *take):
         calls.append(SimpleNamespace(kind=state.kind, tokens=rows.tokens[0].clone(), positions=rows.positions[0].clone(),
                                      words=rows.view.words[0].clone(), length=rows.view.base[0].item(), normed=None))
-        return project(hidden, rows, cache)
+        state.kind = "guess"
+        return project(hidden, rows, cache, *take)
 
-    def spy_attend(q, residual, view, cache):
-        out = attend(q, residual, view, cache)
+    def spy_attend(*args):
+        out = attend(*args)
         calls[-1].normed = out[0][0].clone()
         return out
 
-    def spy_extend(*args, **kwargs):
+    def spy_fuse(*args):        # the rows that follow are the target's
         state.kind = "extend"
-        try:
-            return extend(*args, **kwargs)
-        finally:
-            state.kind = "guess"
+        return fuse(*args)
 
-    draft.project, draft.attend, draft.extend = spy_project, spy_attend, spy_extend
+    draft.project, draft.attend, draft.fuse = spy_project, spy_attend, spy_fuse
     try:
         yield calls
     finally:
-        del draft.project, draft.attend, draft.extend
+        del draft.project, draft.attend, draft.fuse
 
 
 @contextmanager
@@ -48,8 +46,8 @@ def script(engine, propose):
 
     propose(length, depth, topk, rows) -> target ids of the children of each frontier row, best first: a list of rows of topk ids.
     """
-    def children(normed, batch, depth, shape):
-        rows = normed.shape[1]
+    def children(normed, batch, above, shape):
+        rows, depth = normed.shape[1], (above[0, 0] - batch.length[0]).item() + 1
         ids = torch.tensor(propose(batch.length[0].item(), depth, shape.topk, rows))
         assert ids.shape == (rows, shape.topk)
         return ids[None], -torch.arange(1, shape.topk + 1).float().expand(1, rows, -1)
@@ -66,7 +64,7 @@ def poisoned(engine):
     step = engine._step
 
     def poison():
-        caches = engine.speculator.target_cache.data, engine.speculator.draft_cache[None]
+        caches = engine.runner.speculator.target_cache.data, engine.runner.speculator.draft_cache[None]
         for layers, length in zip(caches, ("length", "draft_length")):
             live = torch.zeros(layers.shape[1], dtype=torch.bool)
             for request in engine.scheduler.running:
@@ -85,7 +83,7 @@ def draft_kv(engine, request, length):
     """The first `length` committed draft KV entries of a request: [length, KV heads, width]."""
     size = engine.pages.page_size
     slots = torch.tensor([request.pages[i // size] * size + i % size for i in range(length)])
-    return engine.speculator.draft_cache[slots].clone()
+    return engine.runner.speculator.draft_cache[slots].clone()
 
 
 def first_proposal(engine, calls):

@@ -11,6 +11,7 @@ import pytest
 
 from minispec import Engine, MinispecError, SamplingParams, cli
 from minispec import engine as engines
+from minispec import runner as runners
 from minispec.options import DIALECT, ENGINE
 
 from .conftest import DEFAULT_DRAFT, DEFAULT_TARGET, ROOT
@@ -83,9 +84,10 @@ def test_draft_shape_and_device_reach_the_engine(run):  # noqa: F811
 
 
 SAMPLE = {"capture": "1,2,3", "capture_convention": "output", "d2t": "absolute", "latent_norm_eps": "0.25", "target": "T", "draft": "D",
-          "draft_steps": "5", "topk": "3", "nodes": "4", "device": "cuda:7", "dtype": "float16", "max_length": "77", "max_batch": "9"}
-VALUES = {"capture": (1, 2, 3), "latent_norm_eps": 0.25, **{name: int(SAMPLE[name]) for name in (
-    "draft_steps", "topk", "nodes", "max_length", "max_batch")}}
+          "draft_steps": "5", "topk": "3", "nodes": "4", "device": "cuda:7", "dtype": "float16", "max_length": "77", "max_batch": "9",
+          "tensor_parallel": "2", "patience": "7.5"}
+VALUES = {"capture": (1, 2, 3), "latent_norm_eps": 0.25, "patience": 7.5, **{name: int(SAMPLE[name]) for name in (
+    "draft_steps", "topk", "nodes", "max_length", "max_batch", "tensor_parallel")}}
 
 
 @pytest.mark.parametrize("command", ["generate", "bench"])
@@ -200,7 +202,7 @@ def test_contradictions_are_seen_before_anything_is_loaded(arguments, run, monke
 @pytest.mark.parametrize("length, free, says", [(900, 170_000_000, "max_length=900"), (None, 100_000_000, "MB"), (2000, None, "1024")])
 def test_too_little_memory_is_one_line(length, free, says, run, monkeypatch):  # noqa: F811
     if free:
-        monkeypatch.setattr(engines, "available", lambda device: free)
+        monkeypatch.setattr(runners, "available", lambda device: free)
     done = run("generate", *ONE, *(("--max-length", length) if length else ()))
     assert done.status == 2 and done.out == "" and says in done.err.splitlines()[-1]
 

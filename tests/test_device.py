@@ -7,7 +7,7 @@ import torch
 
 from minispec import Engine, MinispecError, SamplingParams
 from minispec import device as devices
-from minispec import engine as engines
+from minispec import runner as runners
 from minispec.device import HEADROOM, available, plan, resolve_device, resolve_dtype, size, weight_bytes
 
 CPU, PHYSICAL = torch.device("cpu"), 64 << 30
@@ -154,9 +154,9 @@ def test_too_little_memory_is_said_before_anything_is_allocated(target, monkeypa
         pytest.fail("allocated before the refusal")
 
     for name in ("Target", "Cache", "HiddenBuffer"):
-        monkeypatch.setattr(engines, name, allocated)
+        monkeypatch.setattr(runners, name, allocated)
     for free, length in ((300_000, None), (2_500_000, 256)):
-        monkeypatch.setattr(engines, "available", lambda device: free)
+        monkeypatch.setattr(runners, "available", lambda device: free)
         with pytest.raises(MinispecError, match=r"\d\.\d MB"):
             Engine(target, "none", max_length=length)
 
@@ -167,7 +167,7 @@ def test_an_engine_takes_what_memory_holds_and_says_so(target, monkeypatch):
         assert whole.max_length == 256 and "max_length 256 (the target's context)" in whole.report[-1]
     token = 8 * 24 * 4                                  # layers, latent and rope channels, fp32
     free = round((weights + 120 * token) / HEADROOM)
-    monkeypatch.setattr(engines, "available", lambda device: free)
+    monkeypatch.setattr(runners, "available", lambda device: free)
     with Engine(target, "none") as engine:
         assert 80 < engine.max_length <= 120
         assert f"max_length {engine.max_length} (" in engine.report[-1] and "MB of free memory" in engine.report[-1]

@@ -133,7 +133,7 @@ def test_b10_more_ids_than_fc_takes(ids, target, checkpoints, tmp_path):
 
 def test_b12_sizes(target, draft):
     with Engine(target, draft, page_size=16) as engine:
-        data = engine.speculator.draft_cache
+        data = engine.runner.speculator.draft_cache
         heads, width = spy.kv_shape(engine)
         assert data.shape == (engine.pages.count * 16, heads, width)
         assert engine.draft.p.embed.shape[0] == 512 and engine.draft.p.head.shape[0] == 384

@@ -29,8 +29,8 @@ def pair(checkpoints, monkeypatch):
     def make(shape, **options):
         for _ in range(2):
             made.append(Engine(target, checkpoints.fitted(target, **DIALECTS["torchspec"]), max_length=96, **options, **SHAPES[shape]))
-        made[-1].graphs = graphs.Graphs(made[-1])
-        made[-1].graphs.warm(None)
+        made[-1].runner.graphs = graphs.Graphs(made[-1].runner)
+        made[-1].runner.graphs.warm(None)
         return made[-2:]
     yield make
     for engine in made:
@@ -61,7 +61,7 @@ def test_a_batch(shape, params, pair):
     some = [params] * 5 if isinstance(params, SamplingParams) else params
     some = [SamplingParams(**{**vars(one), "max_tokens": one.max_tokens + 3 * i}) for i, one in enumerate(some)]
     assert told(eager, (prompts, some)) == told(replayed, (prompts, some))
-    assert len(replayed.graphs.rounds) >= 3 and replayed.pages.free == replayed.pages.total
+    assert len(replayed.runner.graphs.rounds) >= 3 and replayed.pages.free == replayed.pages.total
     if shape != "plain":
         out = replayed.generate(prompts, some)
         assert 0 < sum(sum(one.accepted) for one in out) < sum(len(one.accepted) for one in out) * replayed.draft_steps
@@ -98,7 +98,7 @@ def test_the_context_ends(pair):
 def test_plain_shares_the_caches(pair):
     _, replayed = pair("chain", max_batch=2)
     plain = replayed.plain()
-    assert plain.graphs.engine is plain
+    assert plain.runner.graphs.runner is plain.runner
     outputs = [engine.generate([[7, 301], [5]], GREEDY) for engine in (replayed, plain, replayed)]
     assert len({tuple(map(tuple, (one.ids for one in out))) for out in outputs}) == 1 and outputs[0][0].accepted == outputs[2][0].accepted
 
@@ -106,8 +106,8 @@ def test_plain_shares_the_caches(pair):
 def test_nothing_is_uploaded_while_the_requests_stay(pair, monkeypatch):
     """One batch is assembled a change of company, and one list read a round."""
     _, replayed = pair("chain", max_batch=2)
-    made, assemble = [], replayed.assemble
-    replayed.assemble = type("Counting", (), {"__call__": lambda self, requests: made.append(list(requests)) or assemble(requests),
+    made, assemble = [], replayed.runner.assemble
+    replayed.runner.assemble = type("Counting", (), {"__call__": lambda self, requests: made.append(list(requests)) or assemble(requests),
                                               "__getattr__": lambda self, name: getattr(assemble, name)})()
     out = replayed.generate([[7, 301], [5, 6, 7]], GREEDY)
     rounds = max(len(one.accepted) for one in out)
@@ -121,7 +121,7 @@ def test_logits_that_are_not_finite(pair):
     for _ in range(6):
         next(stream)
     page = replayed.scheduler.running[1].pages[0]
-    replayed.speculator.target_cache.data[:, page * replayed.pages.page_size] = float("nan")
+    replayed.runner.speculator.target_cache.data[:, page * replayed.pages.page_size] = float("nan")
     with pytest.raises(Exception, match="not finite"):
         list(stream)
     assert replayed.generate([9, 4], GREEDY).finish_reason == "length"
@@ -148,6 +148,6 @@ def test_an_exact_forward_is_the_forward(pair):
     """On CUDA its bits are compared (bench/kernels.py); here that the blocks change nothing but rounding."""
     eager, _ = pair("tree", max_batch=2)
     out = eager.generate([[7, 301], [5, 6, 7]], GREEDY)
-    eager.assemble.exact = True
-    eager.assemble.requests = None
+    eager.runner.assemble.exact = True
+    eager.runner.assemble.requests = None
     assert [one.ids for one in out] == [one.ids for one in eager.generate([[7, 301], [5, 6, 7]], GREEDY)]

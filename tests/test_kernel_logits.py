@@ -214,3 +214,45 @@ def test_move(batch, rows, width, page_size, dtype):
     accept.move(moved, table.to(DEVICE), page_size, length.to(DEVICE), paths.to(DEVICE), count.to(DEVICE))
     accept.move_ref(reference, table, page_size, length, paths, count)
     assert torch.equal(moved.cpu().nan_to_num(7), expected.nan_to_num(7)) and torch.equal(reference.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "reference"])
+@pytest.mark.parametrize("temperatures", [[0.0, 0.0], [0.8, 0.0]])
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "whole"])
+def test_shards_of_a_head(kernel, temperatures, mapped, monkeypatch):
+    """Over shards of any size, also of fewer rows than topk: what the whole head says, in order, ties to the lowest row included."""
+    monkeypatch.setattr(head, "use_triton", lambda x: kernel)
+    hidden, weight, sampling, positions, ids = case(5, 2, 3, 24, 100, temperatures)
+    hidden, weight = (hidden * 4).round() / 4, (weight * 4).round() / 4         # sums without rounding: ties are ties in any order
+    weight[[3, 31, 60, 98]] = weight[60] * 4        # in three shards, and often the best
+    ids = ids if mapped else None
+    expected = draft_logits.draft_logits(hidden, weight, ids, 5, sampling, positions)
+    greedy = choose.choose(hidden, weight, positions, replace(sampling, wants_logprobs=True))
+    for cuts in ((0, 50, 100), (0, 34, 68, 97, 100)):
+        spans = list(zip(cuts, cuts[1:]))
+
+        def merged(ids, topk, strict):
+            named = torch.arange(100, device=DEVICE) if ids is None else ids
+            parts = [head.shard_topk(hidden, weight[a:b], a, named[a:b], topk, sampling, positions, strict) for a, b in spans]
+            return head.merge_topk(torch.cat(parts, -1), ids, topk)
+        tokens, logp, finite = merged(ids, 5, False)
+        assert torch.equal(tokens, expected[0]) and finite.all()
+        assert_close("logp", expected[1], logp, 1e-6)
+        tokens, logp, _ = merged(None, 1, True)
+        assert torch.equal(tokens[..., 0], greedy[0])
+        assert_close("logprobs", greedy[1], logp[..., 0], 1e-5)
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "reference"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_shard_that_is_not_finite(kernel, value, monkeypatch):
+    """One bad logit in one shard: the row is not finite, and a draft's ids stay distinct."""
+    monkeypatch.setattr(head, "use_triton", lambda x: kernel)
+    hidden, weight, sampling, positions, _ = case(5, 2, 3, 24, 100, [0.0, 0.0])
+    hidden[:, 1, 0], weight[:, 0], weight[70, 0] = 1.0, 0.0, value
+    for topk, strict in ((1, True), (3, False)):
+        parts = [head.shard_topk(hidden[:, 1:2], weight[a:b], a, None, topk, sampling, positions[:, 1:2], strict) for a, b in ((0, 60), (60, 100))]
+        tokens, logp, finite = head.merge_topk(torch.cat(parts, -1), None, topk)
+        assert all(len(set(row)) == topk for row in tokens.flatten(0, 1).tolist()) and (logp <= 0).all()
+        if strict:
+            assert not finite.any()

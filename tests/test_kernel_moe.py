@@ -166,3 +166,22 @@ def test_packed_experts_that_hold_nan_are_refused(checkpoints, tmp_path):
     plan = keep_packed(load.open_target(tmp_path, config))
     with pytest.raises(MinispecError, match="holds NaN"):
         load.fill(plan, allocate(plan.shapes, torch.bfloat16, torch.device("cpu"), plan.dtypes))
+
+
+@pytest.mark.parametrize("kind, rows", [("plain", 1), ("plain", 6), ("int4", 5), ("fp8", 16), ("plain", 40), ("int4", 21), ("fp8", 25)])
+def test_experts_that_are_elsewhere(kind, rows):
+    """The parts of ranks that hold 2, 3 and 1 experts of 6 sum to the whole; a rank whose experts nobody takes gives the base, or zero."""
+    x, w13, w2, ids, weights = case(kind, rows, 128, 64, 6, 2)
+    whole, total = loop(x, w13, w2, ids, weights), 0
+
+    def cut(w, first, last):
+        return tuple(part[first:last].contiguous() for part in w) if isinstance(w, tuple) else w[first:last].contiguous()
+    for run in (moe, moe_ref):
+        total = 0
+        for first, last in ((0, 2), (2, 5), (5, 6)):
+            local = torch.where((ids < first) | (ids >= last), last - first, ids - first)
+            total = total + run(x, cut(w13, first, last), cut(w2, first, last), local, weights)
+            nobody, base = torch.full_like(ids, last - first), torch.randn_like(x)
+            assert torch.equal(run(x, cut(w13, first, last), cut(w2, first, last), nobody, weights, base), base)
+            assert not run(x, cut(w13, first, last), cut(w2, first, last), nobody, weights).any()
+        assert_close("moe", whole, total, 3e-6)

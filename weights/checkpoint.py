@@ -34,10 +34,11 @@ class Info:
 
 @dataclass
 class Checkpoint:
-    """`tensors`: name -> Info over all shards. `read` gives one tensor; files stay open until `close`."""
+    """`tensors`: name -> Info over all shards. `read` gives one tensor; files stay open until `close`. `bytes_read`: what it gave."""
     folder: str
     tensors: dict[str, Info]
     notes: list[str] = field(default_factory=list)
+    bytes_read: int = 0
     _files: dict = field(default_factory=dict, repr=False)
     _loaded: dict = field(default_factory=dict, repr=False)
 
@@ -63,15 +64,17 @@ class Checkpoint:
         """The error for a tensor: `raise checkpoint.refuse("fc.weight", "has ...; use ...")`."""
         return MinispecError(f"{self.tensors[name].file}: tensor {name} {what}")
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor as stored, on the CPU."""
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """The tensor as stored, or these rows and columns of it, on the CPU; no more than that is brought into memory."""
         if name in self._loaded:
-            return self._loaded[name]
+            return self._loaded[name][part]
         path = self.tensors[name].file
         try:
             if path not in self._files:
                 self._files[path] = safe_open(path, framework="pt")
-            return self._files[path].get_slice(name)[...]
+            out = self._files[path].get_slice(name)[part or ...]
+            self.bytes_read += out.nbytes
+            return out
         except (SafetensorError, OSError) as error:
             raise self.refuse(name, f"cannot be read ({error}); {_AGAIN}") from None
 

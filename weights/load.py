@@ -38,6 +38,7 @@ class Plan:
 
     `shapes`: parameters to allocate. `pieces`: entries of the table, each with how it is stored, "plain", "fp8" or "int4", and
     the file tensors that hold it (the weight, then its scale). `dtypes`: of the parameters that stay as stored (`keep_packed`).
+    `replicated`: those that every rank holds alike (`shard`).
     """
     checkpoint: Checkpoint
     shapes: dict[str, tuple[int, ...]]
@@ -45,6 +46,7 @@ class Plan:
     quantization: Quantization | None
     report: Report
     dtypes: dict[str, torch.dtype] = field(default_factory=dict, kw_only=True)
+    replicated: frozenset[str] = field(default=frozenset(), kw_only=True)
 
 
 def rename(checkpoint: Checkpoint, canonical: Callable[[str], str]) -> dict[str, str]:
@@ -156,6 +158,14 @@ def _nearest(name: str, names: list[str]) -> str:
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.0)), "")
 
 
+def _equal(checkpoint: Checkpoint, one: str, other: str, rows: int = 4096) -> bool:
+    """Compared a part at a time: no rank holds a whole embedding."""
+    shape = checkpoint.tensors[one].shape
+    return shape == checkpoint.tensors[other].shape and all(
+        torch.equal(checkpoint.read(one, part), checkpoint.read(other, part))
+        for part in ((slice(at, min(at + rows, shape[0])),) for at in range(0, shape[0], rows)))
+
+
 def open_target(folder: str, config: TargetConfig) -> Plan:
     """The account of a target's checkpoint, from headers alone. MinispecError names the first tensor that does not fit."""
     checkpoint = Checkpoint.open(folder)
@@ -164,7 +174,7 @@ def open_target(folder: str, config: TargetConfig) -> Plan:
     if config.tie_word_embeddings and "lm_head.weight" in names:
         head, embed = names["lm_head.weight"], names.get("model.embed_tokens.weight")
         others[head] = "skipped: tied to the embedding, which it equals"
-        if embed is None or not torch.equal(checkpoint.read(head), checkpoint.read(embed)):
+        if embed is None or not _equal(checkpoint, head, embed):
             raise checkpoint.refuse(head, "differs from the embedding, but tie_word_embeddings is true; set it to false in "
                                           "config.json, or remove the tensor")
     present, layers = len(names), config.num_hidden_layers
@@ -193,7 +203,7 @@ def fill(plan: Plan, parameters: dict[str, torch.Tensor], progress: Callable[[in
         if tuple(parameters[name].shape) != tuple(shape):
             raise MinispecError(f"parameter {name} has shape {list(parameters[name].shape)}, the checkpoint fills {list(shape)}")
     for done, (entry, kind, sources) in enumerate(plan.pieces, 1):
-        stored = [plan.checkpoint.read(name) for name in sources]
+        stored = [plan.checkpoint.read(name, part) for name, part in zip(sources, _parts(plan, entry, kind))]
         if entry.param in plan.dtypes:
             store(plan, entry, kind, sources, *stored, parameters)
         else:
@@ -204,10 +214,21 @@ def fill(plan: Plan, parameters: dict[str, torch.Tensor], progress: Callable[[in
     return plan.report
 
 
+def _parts(plan: Plan, entry: Entry, kind: str) -> list[tuple[slice, ...]]:
+    """What is read of each of an entry's file tensors: `entry.part` in weights, in int4 words, and in scales, whose tiles cover it."""
+    def scaled(*blocks):
+        return tuple(cut if cut.start is None else slice(cut.start // block, -(-cut.stop // block)) for cut, block in zip(entry.part, blocks))
+    if kind == "plain":
+        return [entry.part]
+    return [scaled(1, 8), scaled(1, plan.quantization.group)] if kind == "int4" else [entry.part, scaled(*plan.quantization.block)]
+
+
 def _place(plan: Plan, entry: Entry, kind: str, sources: tuple[str, ...], stored: list[torch.Tensor],
            parameters: dict[str, torch.Tensor]) -> None:
+    block = plan.quantization.block if kind == "fp8" else ()
+    start = [(cut.start or 0) % size for cut, size in zip((*entry.part, slice(0), slice(0)), block)]
     weight = (unpack_int4(*stored, plan.quantization.group) if kind == "int4" else
-              dequantize_fp8(*stored, plan.quantization.block) if kind == "fp8" else stored[0])
+              dequantize_fp8(*stored, block, start) if kind == "fp8" else stored[0])
     with torch.no_grad():
         region = parameters[entry.param][entry.index]
         region.copy_(weight.reshape(region.shape))

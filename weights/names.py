@@ -33,13 +33,15 @@ def dims(config: DraftConfig | TargetConfig, *names: str) -> list[Dim]:
 class Entry:
     """One file tensor and its place: parameters[param][index] takes `source`, stored with `shape`, in the index' own shape.
 
-    `linear`: stored quantised where the config says so.
+    `linear`: stored quantised where the config says so. `part`: the rows, or rows and columns, of the file tensor that are read;
+    () is all of it.
     """
     param: str
     index: tuple
     source: str
     shape: tuple[Dim, ...]
     linear: bool
+    part: tuple[slice, ...] = ()
 
 
 @dataclass

@@ -16,13 +16,16 @@ def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, group: int = 32) -> t
     return (groups * scale.to(torch.float32).unsqueeze(-1)).view(out, words * 8)
 
 
-def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
-    """fp32 [out, in] from float8 `weight` and `scale` [ceil(out / rows), ceil(in / columns)]; edge tiles are cut.
+def dequantize_fp8(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128),
+                   start: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    """fp32 [out, in] from float8 `weight` and `scale` [ceil(out / rows), ceil(in / columns)]; edge tiles are cut, and `start` is where in
+    the first tile the weight begins.
 
     `scale` multiplies, although checkpoints call it weight_scale_inv.
     """
     out, columns = weight.shape
-    tiles = scale.to(torch.float32).repeat_interleave(block[0], 0)[:out].repeat_interleave(block[1], 1)[:, :columns]
+    tiles = scale.to(torch.float32).repeat_interleave(block[0], 0)[start[0]:start[0] + out]
+    tiles = tiles.repeat_interleave(block[1], 1)[:, start[1]:start[1] + columns]
     return weight.to(torch.float32) * tiles
 
 

@@ -1,0 +1,121 @@
+"""What one rank computes: the models, their caches, and the forwards of a step."""
+from copy import copy
+from zlib import crc32
+
+import torch
+
+from minispec.batch import Assembler
+from minispec.cache import Cache
+from minispec.device import available, plan, size, weight_bytes, workspace
+from minispec.draft import Draft, kv_shape
+from minispec.graphs import Graphs
+from minispec.hidden import HiddenBuffer
+from minispec.pages import Pages
+from minispec.ranks import CHECK
+from minispec.speculate import Shape, Speculator
+from minispec.target import Target
+from minispec.weights import load
+from minispec.weights.draft import load_draft
+from minispec.weights.packed import keep_packed
+from minispec.weights.shard import shard_pair
+
+
+class Runner:
+    """target: a checkpoint's folder, config its TargetConfig; found: the opened draft (weights.draft.DraftPlan) or None for plain decoding.
+
+    The rest as Engine's. `pages` says how much the caches hold; who takes which is the scheduler's.
+    """
+
+    def __init__(self, target, config, found, shape, device, dtype, ranks, *, capture, max_batch, max_length, chunk, page_size, exact,
+                 cuda_graphs, progress):
+        """Compare options, ask what fits, allocate, fill from the files, compare again, capture."""
+        self.target_config, self.shape, self.device, self.exact, self.capture = config, shape, device, exact, capture
+        self.max_batch, self.chunk, self.ranks, self.rounds, self.decided = max_batch, chunk, ranks, 0, 0
+        options = shape, dtype, device.type, capture, max_batch, max_length, chunk, page_size, exact, cuda_graphs
+        ranks.check("before loading", {"target config": repr(config), "draft config": repr(found and found.config), "options": repr(options)})
+        account, found = shard_pair(load.open_target(target, config), config, found, ranks)
+        account = keep_packed(account) if device.type == "cuda" else account
+        draft = {f"draft.{name}": size for name, size in found.shapes.items()} if found else {}
+        weights = -ranks.least(-weight_bytes(account.shapes | draft, dtype, account.dtypes))
+        free = available(device) // (ranks.size if device.type == "cpu" else 1)
+        free = ranks.least(free - workspace(config, found and found.config, shape, max_batch, len(capture), dtype))
+        latent = config.kv_lora_rank + config.qk_rope_head_dim
+        kv_heads, width = kv_shape(found.config, ranks) if found else (0, 0)
+        token = (config.num_hidden_layers * latent + kv_heads * width) * dtype.itemsize
+        self.max_length, tokens, reason = plan(free, weights, token, max_batch, max_length, config.max_position_embeddings,
+                                               shape.scratch + page_size)
+        reach = self.max_length + shape.scratch
+        self.target = Target(config, account.shapes, dtype, device, reach, account.dtypes, ranks)
+        self.report = load.fill(account, self.target.parameters, progress).lines
+        self.draft, draft_cache = None, None
+        self.pages = Pages(1 + -(-tokens // page_size), page_size)
+        slots = self.pages.count * page_size
+        if found:
+            self.draft = Draft(found.config, found.shapes, found.d2t, self.target.embed, self.target.head, dtype, device, reach, ranks)
+            self.report += load_draft(found, self.draft.parameters, progress).lines
+            draft_cache = Cache(1, slots, kv_heads, width, dtype, device)[0]
+            if found.config.max_position_embeddings < self.max_length:
+                self.report.append(f"warning: the draft was trained to {found.config.max_position_embeddings} positions, max_length is "
+                                   f"{self.max_length}: expect fewer accepted tokens past that")
+        self.hidden = HiddenBuffer(max_batch, shape.nodes + 1, capture if found else (), config.hidden_size, dtype, device)
+        target_cache = Cache(config.num_hidden_layers, slots, 1, latent, dtype, device)
+        self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, draft_cache, self.hidden, shape)
+        self.assemble = Assembler(page_size, self.max_length, config.vocab_size, device, exact)
+        self.report.append(f"max_length {self.max_length} ({reason}); caches hold {slots - page_size} tokens, {token} bytes each, "
+                           f"{size(slots * token)}; weights {size(weights)}")
+        alike = {name: self.target.parameters[name] for name in sorted(account.replicated)}
+        alike |= {f"the draft's {name}": self.draft.parameters[name] for name in sorted(found.replicated)} if found else {}
+        ranks.check("after loading", alike | ({"d2t": self.draft.ids} if found and found.d2t is not None else {}))
+        if ranks.size > 1:
+            read = sum(plan.checkpoint.bytes_read for plan in (account, found) if plan)
+            self.report.append(f"rank {ranks.rank} of {ranks.size} has read {size(read)}, experts {'whole' if ranks.expert_parallel else 'cut'}")
+        self.graphs = Graphs(self) if cuda_graphs and device.type == "cuda" else None
+        if self.graphs:
+            self.graphs.warm(progress)
+
+    def plain(self):
+        """A runner that shares this one's target and caches and drafts nothing."""
+        runner = copy(self)
+        runner.shape, runner.draft = Shape(0), None
+        runner.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, runner.shape)
+        runner.assemble, runner.graphs = copy(self.assemble), self.graphs and Graphs(runner)
+        return runner
+
+    def prefill(self, request, start, stop):
+        """A chunk of one prompt: what `round` returns when it was the last one, else two empty lists."""
+        more = request.prompt_ids[stop] if stop < len(request.prompt_ids) else None
+        path = self.speculator.prefill(self.assemble([request]), self.assemble.tensor([request.prompt_ids[start:stop]]), more)
+        request.length, request.draft_length = stop, stop - (more is None)
+        return path.read() if path else ([], [])
+
+    def round(self, requests):
+        """One round: [count, tokens ...] of each request, and its log-probabilities or None."""
+        if self.graphs and all(map(self.graphs.fits, requests)):
+            found = self.graphs(requests), [None] * len(requests)
+        else:
+            found = self.speculator.round(self.assemble(requests)).read()
+        for request in requests:
+            request.draft_length = request.length
+        self._check(requests, found)
+        return found
+
+    def _check(self, requests, found):
+        """Every CHECK rounds the ranks compare what all of them must hold alike: decisions, captured states, the newest latents in the cache."""
+        if self.ranks.size == 1:
+            return
+        self.rounds, self.decided = self.rounds + 1, crc32(repr(found).encode(), self.decided)
+        if self.rounds % CHECK == 0:
+            cache, pages = self.speculator.target_cache.data, sum((r.pages[:self.pages.needed(r.length)][-CHECK:] for r in requests), [])
+            self.ranks.check(f"round {self.rounds}", {
+                "what was decided": str(self.decided), "captured states": self.hidden.states[:-1], "their tokens": self.hidden.next[:-1],
+                "latents": cache.unflatten(1, (-1, self.pages.page_size))[:, pages]})
+
+    @torch.inference_mode()
+    def score(self, ids, pages):
+        """Logits fp32 [n, vocab] and captured states [n, A * hidden] after every token, computed in `pages`, which hold them."""
+        parts = []
+        for at in range(0, len(ids), self.chunk):
+            batch = self.assemble.batch(self.assemble.tensor([pages]), [at], [0], [0], [0], None)
+            hidden, states = self.speculator.forward(batch, self.assemble.tensor([ids[at:at + self.chunk]]), self.capture)
+            parts.append((self.target.logits(hidden[0]), states[0]))
+        return [torch.cat(part) for part in zip(*parts)]
