@@ -204,14 +204,14 @@ def _latent_front(p_a, p_q, p_qnorm, p_qb, p_kvnorm, p_kvb, p_cos, p_sin, p_posi
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        i_c = tl.arange(0, RANKP)
-        mask = (i_c < RANK)[:, None] & real[None, :]
+        i_l = tl.arange(0, RANKP)
+        mask = (i_l < RANK)[:, None] & real[None, :]
         p_row = p_a + (at[None, :] * s_a + FIRST)
-        x = tl.load(p_row + i_c[:, None], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(p_row + i_l[:, None], mask=mask, other=0.0).to(tl.float32)
         x = (x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)[None, :]).to(T).to(tl.float32)
-        x *= tl.load(p_kvnorm + i_c, mask=i_c < RANK, other=0.0).to(tl.float32)[:, None]
+        x *= tl.load(p_kvnorm + i_l, mask=i_l < RANK, other=0.0).to(tl.float32)[:, None]
         p_entry = p_cache + tl.load(p_slots + at, mask=real, other=0)[None, :] * s_slot
-        tl.store(p_entry + i_c[:, None], x.to(p_cache.dtype.element_ty), mask=mask)
+        tl.store(p_entry + i_l[:, None], x.to(p_cache.dtype.element_ty), mask=mask)
         r = tl.load(p_row + RANK + channel[:, None], mask=turns, other=0.0).to(tl.float32)
         r = _turn(r, p_cos, p_sin, channel, tl.load(p_positions + at, mask=real, other=0), turns, ROPE, RP, ROWS)
         tl.store(p_entry + RANK + channel[:, None], r.to(p_cache.dtype.element_ty), mask=turns)
