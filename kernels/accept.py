@@ -34,27 +34,27 @@ def accept_ref(tokens, parents, valid, words, choice, logprobs, finite):
     return rows, count, choice.gather(1, rows), None if logprobs is None else logprobs.gather(1, rows)
 
 
-def publish(count, tokens, state):
-    """What a captured round tells the host, int64 [B, R + 1]: count, then tokens; and `state` moves on, in place.
+def publish(count, tokens, valid, state):
+    """What a captured round tells the host, int64 [B, R + 2]: count, tokens, and how many rows were verified; and `state` moves on, in place.
 
-    count int64 [B], tokens int64 [B, R]: of `accept`; state int64 [5, B]: length, pending, room, seat, alive (0: the request stays put).
+    count int64 [B], tokens int64 [B, R]: of `accept`; valid bool [B, R]; state int64 [5, B]: length, pending, room, seat, alive (0: the request stays put).
     """
     if not use_triton(tokens):
-        return publish_ref(count, tokens, state)
+        return publish_ref(count, tokens, valid, state)
     batch, size = tokens.shape
-    out = torch.empty(batch, size + 1, dtype=torch.int64, device=tokens.device)
+    out = torch.empty(batch, size + 2, dtype=torch.int64, device=tokens.device)
     if batch:
-        _publish[batch,](count, tokens, state, out, batch, size, R=power_of_two(size), num_warps=1, **pdl(tokens))
+        _publish[batch,](count, tokens, valid, state, out, batch, size, R=power_of_two(size), num_warps=1, **pdl(tokens))
     return out
 
 
-def publish_ref(count, tokens, state):
+def publish_ref(count, tokens, valid, state):
     length, pending, room, _, alive = state
     moved = count * alive
     pending.copy_(tokens.gather(1, (moved - 1).clamp(min=0)[:, None])[:, 0])
     length.add_(moved)
     room.sub_(moved)
-    return torch.cat([count[:, None], tokens], 1)
+    return torch.cat([count[:, None], tokens, valid.sum(1, keepdim=True)], 1)
 
 
 def move(cache, table, page_size, length, rows, count):
@@ -109,7 +109,7 @@ def _accept(p_tokens, p_parents, p_valid, p_words, p_choice, p_logprobs, p_finit
 
 
 @jit
-def _publish(p_count, p_tokens, p_state, p_out, batch, size, R: tl.constexpr, PDL: tl.constexpr):
+def _publish(p_count, p_tokens, p_valid, p_state, p_out, batch, size, R: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -117,8 +117,10 @@ def _publish(p_count, p_tokens, p_state, p_out, batch, size, R: tl.constexpr, PD
     count = tl.load(p_count + i_b)
     moved = count * tl.load(p_state + 4 * batch + i_b)
     tokens = tl.load(p_tokens + i_b * size + i_r, mask=i_r < size, other=0)
-    tl.store(p_out + i_b * (size + 1) + 1 + i_r, tokens, mask=i_r < size)
-    tl.store(p_out + i_b * (size + 1), count)
+    verified = tl.sum((tl.load(p_valid + i_b * size + i_r, mask=i_r < size, other=0) != 0).to(tl.int64), 0)
+    tl.store(p_out + i_b * (size + 2) + 1 + i_r, tokens, mask=i_r < size)
+    tl.store(p_out + i_b * (size + 2), count)
+    tl.store(p_out + i_b * (size + 2) + size + 1, verified)
     tl.store(p_state + batch + i_b, tl.sum(tl.where(i_r == tl.maximum(moved - 1, 0), tokens, 0), 0))
     tl.store(p_state + i_b, tl.load(p_state + i_b) + moved)
     tl.store(p_state + 2 * batch + i_b, tl.load(p_state + 2 * batch + i_b) - moved)

@@ -5,26 +5,33 @@ from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
 from minispec.kernels.tree import slots_at, slots_of
 
 
-def keep(states, rows, tokens, count, seats, buffer, following, counts):
-    """In place: the states of an accepted path, in path order, the token after each, and their number, at each request's seat.
+def keep(states, rows, tokens, count, seats, buffer, following, counts, append=False):
+    """In place: the states of an accepted path, in path order, the token after each, and their number, at each request's seat; append: behind
+    what lies there. What the capacity does not hold overwrites its last places (only seats that nobody reads get so far).
 
     states [B, R, W] of a forward's rows; rows, tokens int64 [B, r]: the path, and what follows each of its rows; count, seats int64 [B];
     buffer [seats, capacity, W], following int64 [seats, capacity], counts int64 [seats].
     """
     if not use_triton(states):
-        return keep_ref(states, rows, tokens, count, seats, buffer, following, counts)
+        return keep_ref(states, rows, tokens, count, seats, buffer, following, counts, append)
     batch, size = rows.shape
     width, block = states.shape[-1], min(power_of_two(states.shape[-1]), 1024)
     if batch:
         _keep[batch, size, -(-width // block)](states.contiguous(), rows, tokens, count, seats, buffer, following, counts, states.shape[1], size,
-                                               width, buffer.shape[1], BLOCK=block, **pdl(states))
+                                               width, buffer.shape[1], BLOCK=block, APPEND=append, **pdl(states))
+        if append:          # after every block has read it
+            counts.index_copy_(0, seats, counts[seats] + count)
 
 
-def keep_ref(states, rows, tokens, count, seats, buffer, following, counts):
+def keep_ref(states, rows, tokens, count, seats, buffer, following, counts, append=False):
     size = rows.shape[1]
-    buffer[seats, :size] = states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
-    following[seats, :size] = tokens
-    counts[seats] = count
+    found, at = states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1])), slice(0, size)
+    if append:
+        count = counts[seats] + count
+        seats, at = seats[:, None], (counts[seats, None] + torch.arange(size, device=seats.device)).clamp(max=buffer.shape[1] - 1)
+    buffer[seats, at] = found
+    following[seats, at] = tokens
+    counts[seats.view(-1)] = count
 
 
 def unread(following, count, seats, length, size, table, page_size):
@@ -47,24 +54,25 @@ def unread(following, count, seats, length, size, table, page_size):
 def unread_ref(following, count, seats, length, size, table, page_size):
     at, count = torch.arange(size, device=seats.device), count[seats][:, None]
     valid = at < count
-    positions = torch.where(valid, length[:, None] - count + at, 0)
+    positions = torch.where(valid, length[:, None] - count + at, 0).clamp(min=0)
     slots = torch.where(valid, slots_of(table, page_size, positions), 0)
-    last = (count - 1).clamp(min=0) + torch.arange(len(seats), device=seats.device)[:, None] * size
+    last = (count - 1).clamp(0, size - 1) + torch.arange(len(seats), device=seats.device)[:, None] * size
     return (seats[:, None] * following.shape[1] + at, following[seats, :size], positions, slots, positions + 1, torch.zeros_like(positions), last)
 
 
 @jit
 def _keep(p_states, p_rows, p_tokens, p_count, p_seats, p_buffer, p_next, p_counts, many, size, width, capacity, BLOCK: tl.constexpr,
-          PDL: tl.constexpr):
+          APPEND: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     i_b, i_j, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     seat, row = tl.load(p_seats + i_b), tl.load(p_rows + i_b * size + i_j)
-    to = seat * capacity + i_j
+    to = seat * capacity + (tl.minimum(tl.load(p_counts + seat) + i_j, capacity - 1) if APPEND else i_j)
     tl.store(p_buffer + to * width + i, tl.load(p_states + (i_b * many + row) * width + i, mask=i < width, other=0.0), mask=i < width)
     tl.store(p_next + to, tl.load(p_tokens + i_b * size + i_j))       # by every block of the width: the same value
-    tl.store(p_counts + seat, tl.load(p_count + i_b))
+    if not APPEND:
+        tl.store(p_counts + seat, tl.load(p_count + i_b))
 
 
 @jit
@@ -77,7 +85,7 @@ def _unread(p_next, p_count, p_seats, p_length, p_table, p_ints, p_last, batch, 
     seat, length, live = tl.load(p_seats + i_b), tl.load(p_length + i_b), i_r < SIZE
     count = tl.load(p_count + seat)
     valid, row = i_r < count, seat * capacity + i_r
-    position = tl.where(valid, length - count + i_r, 0)
+    position = tl.maximum(tl.where(valid, length - count + i_r, 0), 0)      # of a seat without a request anything may wait
     many = batch * SIZE
     p_ints += i_b * SIZE + i_r
     tl.store(p_ints, row, mask=live)
@@ -86,4 +94,4 @@ def _unread(p_next, p_count, p_seats, p_length, p_table, p_ints, p_last, batch, 
     tl.store(p_ints + 3 * many, tl.where(valid, slots_at(p_table + i_b * s_table, position, live & valid, PAGE), 0), mask=live)
     tl.store(p_ints + 4 * many, position + 1, mask=live)
     tl.store(p_ints + 5 * many, tl.zeros([R], tl.int64), mask=live)
-    tl.store(p_last + i_b, i_b * SIZE + tl.maximum(count - 1, 0))
+    tl.store(p_last + i_b, i_b * SIZE + tl.minimum(tl.maximum(count - 1, 0), SIZE - 1))

@@ -22,7 +22,7 @@ def _scores(p_x, p_router, p_part, rows, H: tl.constexpr, E: tl.constexpr, CHUNK
 
 
 @jit
-def _select(p_part, p_bias, p_ids, p_weights, rows, scaling, E: tl.constexpr, PARTS: tl.constexpr, SIGMOID: tl.constexpr,
+def _select(p_part, p_bias, p_live, p_ids, p_weights, rows, scaling, E: tl.constexpr, PARTS: tl.constexpr, SIGMOID: tl.constexpr,
             BIAS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
             TAKEN_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, NORMALISE: tl.constexpr):
     """One row a program; experts as [group, place in the group]."""
@@ -33,11 +33,11 @@ def _select(p_part, p_bias, p_ids, p_weights, rows, scaling, E: tl.constexpr, PA
     score = tl.zeros((GP, SP), tl.float32)
     for part in tl.static_range(PARTS):
         score += tl.load(p_part + (part * rows + i_row) * E + i_e, mask=live, other=0.0)
-    _take(score, p_bias, p_ids, p_weights, i_row, scaling, E, SIGMOID, BIAS, K, KP, GROUPS, GP, SP, TAKEN_GROUPS, GROUP_TOP, NORMALISE)
+    _take(score, p_bias, p_live, p_ids, p_weights, i_row, scaling, E, SIGMOID, BIAS, K, KP, GROUPS, GP, SP, TAKEN_GROUPS, GROUP_TOP, NORMALISE)
 
 
 @jit
-def _take(score, p_bias, p_ids, p_weights, i_row, scaling, E: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr,
+def _take(score, p_bias, p_live, p_ids, p_weights, i_row, scaling, E: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr,
           KP: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, TAKEN_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr,
           NORMALISE: tl.constexpr):
     """A row's experts from its scores [GP, SP]. Equal scores give the lowest id, NaN counts as the lowest score."""
@@ -74,12 +74,14 @@ def _take(score, p_bias, p_ids, p_weights, i_row, scaling, E: tl.constexpr, SIGM
         key = tl.where(i_e == e, -float("inf"), key)
     if NORMALISE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
+    if p_live is not None:
+        ids = tl.where(tl.load(p_live + i_row) != 0, ids, E)
     tl.store(p_ids + i_row * K + i_k, ids.to(tl.int64), mask=i_k < K)
     tl.store(p_weights + i_row * K + i_k, weights * scaling, mask=i_k < K)
 
 
 @jit
-def _ffn_front(p_x, p_norm, p_gate_up, p_router, p_bias, p_h, p_inner, p_ids, p_weights, rows, s_x, eps, scaling, N: tl.constexpr,
+def _ffn_front(p_x, p_norm, p_gate_up, p_router, p_bias, p_live, p_h, p_inner, p_ids, p_weights, rows, s_x, eps, scaling, N: tl.constexpr,
                BLOCKS: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, HP: tl.constexpr, BH: tl.constexpr, E: tl.constexpr,
                SIGMOID: tl.constexpr, BIAS: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr,
                SP: tl.constexpr, TAKEN_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, NORMALISE: tl.constexpr, K: tl.constexpr,
@@ -109,19 +111,19 @@ def _ffn_front(p_x, p_norm, p_gate_up, p_router, p_bias, p_h, p_inner, p_ids, p_
             y = (y * tl.load(p_norm + k, mask=k < K, other=0.0).to(tl.float32)).to(T)
             tl.store(p_h + i_one * K + k, y, mask=k < K)
             score += tl.sum(w * y.to(tl.float32)[None, :], 1)
-        _take(tl.reshape(score, (GP, SP)), p_bias, p_ids, p_weights, i_one, scaling, E, SIGMOID, BIAS, TOPK, KP, GROUPS, GP, SP, TAKEN_GROUPS,
-              GROUP_TOP, NORMALISE)
+        _take(tl.reshape(score, (GP, SP)), p_bias, p_live, p_ids, p_weights, i_one, scaling, E, SIGMOID, BIAS, TOPK, KP, GROUPS, GP, SP,
+              TAKEN_GROUPS, GROUP_TOP, NORMALISE)
 
 
-def ffn_front(x, norm, eps, router, bias, gate_up, exact=False, **routing):
+def ffn_front(x, norm, eps, router, bias, gate_up, exact=False, live=None, **routing):
     """What a layer of experts starts with: the norm, `route` and the shared expert's first product, in one launch where the router is small.
 
-    x [N, h]; norm [h]; gate_up [2I, h], gate rows first, or None; router, bias, routing: as of `route`.
+    x [N, h]; norm [h]; gate_up [2I, h], gate rows first, or None; router, bias, live, routing: as of `route`.
     Returns normed [N, h], ids int64 and weights fp32 [N, topk], and silu(gate) * up [N, I] or None.
     """
     (rows, hidden), experts = x.shape, len(router)
     if not use_triton(x) or rows > FEW or router.numel() > 2**15:
-        return ffn_front_ref(x, norm, eps, router, bias, gate_up, exact, **routing)
+        return ffn_front_ref(x, norm, eps, router, bias, gate_up, exact, live, **routing)
     h, topk = torch.empty(x.shape, dtype=x.dtype, device=x.device), routing["topk"]
     ids, weights = x.new_empty(rows, topk, dtype=torch.int64), x.new_empty(rows, topk, dtype=torch.float32)
     inner = None if gate_up is None else x.new_empty(rows, len(gate_up) // 2)
@@ -131,7 +133,7 @@ def ffn_front(x, norm, eps, router, bias, gate_up, exact=False, **routing):
     tiles, blocks, groups = 0 if inner is None else -(-inner.shape[1] // (c.BN // 2)), -(-rows // ROWS), routing["groups"]
     padded = power_of_two(groups), power_of_two(experts // groups)
     _ffn_front[tiles * blocks + rows,](
-        x, norm, gate_up, router, bias, h, inner, ids, weights, rows, x.stride(0), eps, routing["scaling"], N=inner.shape[1] if tiles else 0,
+        x, norm, gate_up, router, bias, live, h, inner, ids, weights, rows, x.stride(0), eps, routing["scaling"], N=inner.shape[1] if tiles else 0,
         BLOCKS=blocks, TILES=tiles, BN=c.BN, HP=power_of_two(hidden), BH=max(16, min(power_of_two(hidden), 2**13 // (padded[0] * padded[1]))),
         E=experts, SIGMOID=routing["scoring"] == "sigmoid", BIAS=bias is not None, TOPK=topk, KP=power_of_two(topk), GROUPS=groups,
         GP=padded[0], SP=padded[1], TAKEN_GROUPS=routing["topk_groups"], GROUP_TOP=routing["group_top"], NORMALISE=routing["normalise"],
@@ -139,20 +141,20 @@ def ffn_front(x, norm, eps, router, bias, gate_up, exact=False, **routing):
     return h, ids, weights, inner
 
 
-def ffn_front_ref(x, norm, eps, router, bias, gate_up, exact=False, **routing):
+def ffn_front_ref(x, norm, eps, router, bias, gate_up, exact=False, live=None, **routing):
     h = rms_norm(x, norm, eps)
-    return h, *route(h, router, bias, **routing), None if gate_up is None else fused_linear(h, gate_up, swiglu=True, exact=exact)
+    return h, *route(h, router, bias, live, **routing), None if gate_up is None else fused_linear(h, gate_up, swiglu=True, exact=exact)
 
 
-def route(x, router, bias, *, scoring, topk, groups, topk_groups, group_top, normalise, scaling):
+def route(x, router, bias, live=None, *, scoring, topk, groups, topk_groups, group_top, normalise, scaling):
     """Which experts each row takes, and with what weight (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; V2's softmax routing too).
 
-    x [N, h]; router fp32 [E, h]; bias fp32 [E] or None: it steers the selection only, never the weight. A group's score is the sum of its
+    x [N, h]; router fp32 [E, h]; bias fp32 [E] or None: it steers the selection only, never the weight. live bool [N] or None: a row that is not takes E, an expert that nobody has. A group's score is the sum of its
     `group_top` best experts (2 in V3, 1 in V2); outside the topk_groups best groups no expert is taken.
     Returns ids int64 [N, topk], weights fp32 [N, topk], sum-normalised if `normalise`, times `scaling`. All in fp32.
     """
     if not use_triton(x):
-        return route_ref(x, router, bias, scoring=scoring, topk=topk, groups=groups, topk_groups=topk_groups, group_top=group_top,
+        return route_ref(x, router, bias, live, scoring=scoring, topk=topk, groups=groups, topk_groups=topk_groups, group_top=group_top,
                          normalise=normalise, scaling=scaling)
     (rows, hidden), experts = x.shape, router.shape[0]
     ids, weights = x.new_empty(rows, topk, dtype=torch.int64), x.new_empty(rows, topk, dtype=torch.float32)
@@ -162,13 +164,13 @@ def route(x, router, bias, *, scoring, topk, groups, topk_groups, group_top, nor
     parts = -(-hidden // chunk)
     part = x.new_empty(parts, rows, experts, dtype=torch.float32)
     _scores[-(-experts // 4), parts, -(-rows // 8)](x, router, part, rows, H=hidden, E=experts, CHUNK=chunk, BE=4, BH=128)
-    _select[rows,](part, bias, ids, weights, rows, scaling, E=experts, PARTS=parts, SIGMOID=scoring == "sigmoid", BIAS=bias is not None,
+    _select[rows,](part, bias, live, ids, weights, rows, scaling, E=experts, PARTS=parts, SIGMOID=scoring == "sigmoid", BIAS=bias is not None,
                    K=topk, KP=power_of_two(topk), GROUPS=groups, GP=power_of_two(groups), SP=power_of_two(experts // groups),
                    TAKEN_GROUPS=topk_groups, GROUP_TOP=group_top, NORMALISE=normalise, num_warps=1)
     return ids, weights
 
 
-def route_ref(x, router, bias, *, scoring, topk, groups, topk_groups, group_top, normalise, scaling):
+def route_ref(x, router, bias, live=None, *, scoring, topk, groups, topk_groups, group_top, normalise, scaling):
     """The same in PyTorch."""
     scores = linear(x.float(), router)
     scores = scores.sigmoid() if scoring == "sigmoid" else scores.softmax(-1)
@@ -182,4 +184,4 @@ def route_ref(x, router, bias, *, scoring, topk, groups, topk_groups, group_top,
     weights = scores.gather(-1, ids)
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * scaling
+    return ids if live is None else ids.masked_fill(~live[:, None], len(router)), weights * scaling

@@ -50,10 +50,11 @@ class Pool(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """Rows of a forward that verifies a tree, root first: all [B, R], int64 but for valid.
+    """Rows of a forward that verifies a tree, root first: all [B, R], int64 but for scores and valid.
 
     tokens; parents: row of the parent, the root's its own; depth; words: ancestors, bit j for row j, itself included (bit 63 is the sign);
-    seen: the words where valid, else 0; positions; slots: 0 where not valid; valid bool: the request still wants the token after the parent.
+    seen: the words where valid, else 0; positions; slots: 0 where not valid; scores fp32: cumulative log-probability; valid bool: the
+    request still wants the token after the parent, and the row pays (prune.py).
     """
     tokens: torch.Tensor
     parents: torch.Tensor
@@ -62,6 +63,7 @@ class Laid(NamedTuple):
     seen: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    scores: torch.Tensor
     valid: torch.Tensor
 
 
@@ -121,27 +123,29 @@ def plant(pool, nodes, topk, pending, length, room, table, page_size):
         return plant_ref(pool, nodes, topk, pending, length, room, table, page_size)
     batch, size = len(pending), nodes + 1
     ints = torch.empty(7, batch, size, dtype=torch.int64, device=pending.device)
-    valid = torch.empty(batch, size, dtype=torch.bool, device=pending.device)
+    scores, valid = (torch.empty(batch, size, dtype=kind, device=pending.device) for kind in (torch.float32, torch.bool))
     if batch:
         entries = pool.tokens.shape[1] if nodes else 1
-        _plant[batch,](*(pool if nodes else (None,) * 3), pending, length, room, table, ints, valid, batch, table.stride(0), ENTRIES=entries,
+        _plant[batch,](*(pool if nodes else (None,) * 3), pending, length, room, table, ints, scores, valid, batch, table.stride(0),
+                       ENTRIES=entries,
                        P=power_of_two(entries), NODES=nodes, R=power_of_two(size), TOPK=topk, PAGE=page_size,
                        DEPTH=1 + -(-max(entries - topk, 0) // topk**2), num_warps=1 if entries <= 128 and size <= 8 else 4, **pdl(pending))
-    return Laid(*ints, valid)
+    return Laid(*ints, scores, valid)
 
 
 def plant_ref(pool, nodes, topk, pending, length, room, table, page_size):
     if not nodes:
         nothing = pending[:, None][:, :0]
-        return lay(nothing, nothing, nothing, pending, length, room, table, page_size)
+        return lay(nothing, nothing, nothing, pending, length, room, table, page_size, nothing.float())
     chosen, parents = select(pool.scores, pool.parents, nodes)
     depth = 2 + torch.div(chosen - topk, topk**2, rounding_mode="floor")
-    return lay(pool.tokens.gather(1, chosen), parents, depth.clamp(min=1), pending, length, room, table, page_size)
+    return lay(pool.tokens.gather(1, chosen), parents, depth.clamp(min=1), pending, length, room, table, page_size, pool.scores.gather(1, chosen))
 
 
-def lay(tokens, parents, depth, pending, length, room, table, page_size):
+def lay(tokens, parents, depth, pending, length, room, table, page_size, scores):
     """Laid from node tensors [B, n] without the root; parents count the root as row 0."""
     root = torch.zeros_like(pending[:, None])
+    scores = torch.cat([root.float(), scores], 1)
     tokens, parents, depth = (torch.cat(both, 1) for both in ((pending[:, None], tokens), (root, parents), (root, depth)))
     size = tokens.shape[1]
     ancestors = torch.eye(size, device=tokens.device).expand(len(tokens), -1, -1).clone()
@@ -152,7 +156,7 @@ def lay(tokens, parents, depth, pending, length, room, table, page_size):
     words = (ancestors.bool() * (1 << at)).sum(-1)
     valid = depth < room[:, None]
     slots = torch.where(valid, slots_of(table, page_size, (length + at).expand_as(tokens)), 0)
-    return Laid(tokens, parents, depth, words, words * valid, torch.where(valid, length + depth, length), slots, valid)
+    return Laid(tokens, parents, depth, words, words * valid, torch.where(valid, length + depth, length), slots, scores, valid)
 
 
 def select(scores, parents, nodes):
@@ -221,8 +225,8 @@ def _level(p_tokens, p_logp, p_fscores, p_findex, p_fwords, p_pool_tokens, p_poo
 
 
 @jit
-def _plant(p_tokens, p_scores, p_parents, p_pending, p_length, p_room, p_table, p_ints, p_valid, batch, s_table, ENTRIES: tl.constexpr,
-           P: tl.constexpr, NODES: tl.constexpr, R: tl.constexpr, TOPK: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr,
+def _plant(p_tokens, p_scores, p_parents, p_pending, p_length, p_room, p_table, p_ints, p_out, p_valid, batch, s_table,
+           ENTRIES: tl.constexpr, P: tl.constexpr, NODES: tl.constexpr, R: tl.constexpr, TOPK: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr,
            PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -231,6 +235,7 @@ def _plant(p_tokens, p_scores, p_parents, p_pending, p_length, p_room, p_table, 
     live = i_r <= NODES
     pending, length, room = tl.load(p_pending + i_b), tl.load(p_length + i_b), tl.load(p_room + i_b)
     token, parent, depth = tl.zeros([R], tl.int64) + pending, tl.zeros([R], tl.int64), tl.zeros([R], tl.int64)
+    total = tl.zeros([R], tl.float32)
     if NODES:
         real = i_p < ENTRIES
         score = tl.load(p_scores + i_b * ENTRIES + i_p, mask=real, other=float("-inf"))
@@ -249,6 +254,7 @@ def _plant(p_tokens, p_scores, p_parents, p_pending, p_length, p_room, p_table, 
         above = tl.sum(tl.where(here, above[:, None], 0), 0)                                           # pool index of each row's parent
         parent = tl.sum(tl.where((i_p[:, None] == above[None, :]) & taken[:, None], row[:, None], 0), 0).to(tl.int64)
         parent = tl.where((i_r > 0) & (above >= 0), parent, 0)
+        total = tl.sum(tl.where(here, score[:, None], 0.0), 0)
         first = tl.sum(tl.where(here, i_p[:, None], 0), 0)
         depth = tl.where(i_r == 0, 0, tl.where(first < TOPK, 1, 2 + (first - TOPK) // (TOPK * TOPK))).to(tl.int64)
     bit = tl.full([R], 1, tl.int64) << i_r.to(tl.int64)
@@ -259,6 +265,7 @@ def _plant(p_tokens, p_scores, p_parents, p_pending, p_length, p_room, p_table, 
     valid = depth < room
     many, out = batch * (NODES + 1), i_b * (NODES + 1) + i_r
     tl.store(p_valid + out, valid, mask=live)
+    tl.store(p_out + out, total, mask=live)
     p_ints += out
     tl.store(p_ints, token, mask=live)
     tl.store(p_ints + many, parent, mask=live)

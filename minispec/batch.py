@@ -10,11 +10,13 @@ from minispec.kernels.view import View
 
 @dataclass(frozen=True)
 class Rows:
-    """tokens, positions, slots: int64 [B, R]; the slot is where a row's KV is written. view: what each row sees."""
+    """tokens, positions, slots: int64 [B, R]; the slot is where a row's KV is written. view: what each row sees. live bool [B, R]: whether
+    anybody wants a row, or None for all."""
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     view: View
+    live: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def weight_bytes(shapes, dtype, dtypes={}):
 def workspace(config, draft, shape, batch, captured, dtype):
     """Bytes beside weights and caches: rotary tables of target and draft (its config, or None), and the hidden buffer."""
     rotary = 8 * config.max_position_embeddings * (config.rope.dim + (draft.rope.dim if draft else 0))
-    return rotary + batch * (shape.nodes + 1) * captured * config.hidden_size * dtype.itemsize
+    return rotary + batch * shape.unread * captured * config.hidden_size * dtype.itemsize
 
 
 def read_bytes(sizes, config, rows):

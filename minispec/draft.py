@@ -86,16 +86,21 @@ class Draft:
         rows = batch.rows(tokens, index, index, prefix=index + 1, words=torch.zeros_like(index), valid=valid, extent=batch.longest)
         self.project(self.fuse(states), rows, cache)
 
-    def grow(self, batch, cache, hidden, shape):
+    def read(self, batch, cache, hidden):
+        """Extend with the states that wait in the HiddenBuffer `hidden`: (q, residual) of their rows, the view's words, the last row each."""
+        index, tokens, positions, slots, prefix, words, take = hidden.take(batch)
+        rows = Rows(tokens, positions, slots, self.view(batch, prefix, words, batch.longest))
+        return *self.project(self.fuse(hidden.states, index), rows, cache), words, take
+
+    def grow(self, batch, cache, hidden, shape, budget=None):
         """The tree of one round: extend with what the target made true, then up to shape.steps (1 or more) levels of guesses: a Pool.
 
-        hidden: the HiddenBuffer. Only the last true row needs an output: one layer's KV depends on no attention. Guessed rows write KV at
+        hidden: the HiddenBuffer; budget: adapt.Budget, which may end the tree earlier. Only the last true row needs an output: one layer's KV depends on no attention. Guessed rows write KV at
         cache indices length, length + 1, ...: the next extension overwrites them, so nothing recycled survives a round. Their ancestry lives
         in the words: bit t of a word = cache entry length + t.
         """
-        index, tokens, positions, slots, prefix, words, take = hidden.take(batch)
         length, longest, page = batch.length[:, None], batch.longest, batch.page_size
-        q, residual = self.project(self.fuse(hidden.states, index), Rows(tokens, positions, slots, self.view(batch, prefix, words, longest)), cache)
+        q, residual, words, take = self.read(batch, cache, hidden)
         q = q.flatten(0, 1)[take]
         pool, frontier = Pool.empty(len(take), shape.steps, shape.topk, take.device), None
         above, view = length, self.view(batch, length, words[:, :1], longest)
@@ -103,8 +108,9 @@ class Draft:
             normed, recycled = self.attend(q, residual, view, cache, take)
             tokens, logp = self.children(normed, batch, above, shape)
             frontier = level(tokens, logp, frontier, pool, depth, batch.length, batch.table, page)
-            if depth == shape.steps or pool.filled(depth, shape.topk).settled(frontier.scores, shape.nodes):
-                return pool.filled(depth, shape.topk)
+            now = pool.filled(depth, shape.topk)
+            if depth == shape.steps or (budget.enough(frontier.scores, depth) if budget else now.settled(frontier.scores, shape.nodes)):
+                return now
             above, take = frontier.above, frontier.take
             view = self.view(batch, length.expand_as(take), frontier.words, longest + depth * shape.topk)
             q, residual = self.project(recycled, Rows(frontier.tokens, frontier.positions, frontier.slots, view), cache, take)

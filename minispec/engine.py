@@ -42,7 +42,8 @@ class Engine:
 
     target, draft: checkpoint folders; neither: the default pair; draft="none": plain decoding. device: "auto", "cpu", "cuda", "cuda:N".
     dtype: "auto" (float32 on CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16". draft_steps: levels of the draft tree (0: plain);
-    topk: children tried per node; nodes: draft tokens verified a round (default draft_steps). max_batch: requests at once;
+    topk: children tried per node; nodes: draft tokens verified a round (default draft_steps), or "auto":
+    as many as pay on this machine, this text and this batch, none where a draft does not (adapt.py). max_batch: requests at once;
     max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a
     forward; capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py);
     latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's logits have the
@@ -251,8 +252,8 @@ class Engine:
                     self.scheduler.finish(request)
                     del self._inbox[id(request)]
 
-    def _step(self):
-        """One step of the scheduler: a chunk of one prompt, or a round for all running requests."""
+    def _step(self, plan=None):
+        """One step of the scheduler: a chunk of one prompt, or a round for all running requests, as rank 0 planned it."""
         self._check_open()
         step = self.scheduler.next()
         if step is None:
@@ -260,18 +261,20 @@ class Engine:
         kind, *what = step
         lost = what[0] if kind == "round" else what[:1]
         try:
-            self._compute(kind, what)
+            self._compute(kind, what, plan)
             lost = []
         finally:        # also of Ctrl-C: what is half done can neither be kept nor repeated, so its requests end
             for request in lost:
                 self._inbox[id(request)].append(MinispecError(f"prompt {request.index}: interrupted at position {request.length}; give it again"))
                 self.scheduler.finish(request)
 
-    def _compute(self, kind, what):
-        """Runs a step and hands its events to the streams."""
+    def _compute(self, kind, what, plan):
+        """Runs a step and hands its events to the streams. plan: rank 0's, on the others."""
         done = what[0] if kind == "round" else what[:1]
-        with self._announce("step"):
-            emitted, logprobs = self.runner.round(done) if kind == "round" else self.runner.prefill(*what)
+        if plan is None:
+            plan = self.runner.plan(done) if kind == "round" else []
+        with self._announce("step", plan):
+            emitted, logprobs = self.runner.round(done, plan) if kind == "round" else self.runner.prefill(*what)
         for request, (count, *tokens), logs in zip(done, emitted, logprobs):
             # an error waits in the inbox too: the stream that ran this step may be another's, and its own requests go on
             event = request.take(tokens[:count], logs and logs[:count]) if count else MinispecError(

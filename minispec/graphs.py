@@ -27,12 +27,12 @@ class Round:
     """One captured round for up to `size` requests.
 
     table int64 [size, pages] and state int64 [5, size] (length, pending, room, seat, alive) are read and, but for the table and the seats,
-    advanced by every replay. A place without a request is not alive: it computes on the dump page and in the hidden buffer's last seat,
-    its room of 1 lets no node count, and its length stays. out int64 [size, R + 1] is what the host reads: count, then emitted tokens.
+    advanced by every replay. drafts: an adaptive shape has plain rounds too, after which states wait for the draft. A place without a request is not alive: it computes on the dump page and in the hidden buffer's last seat,
+    its room of 1 lets no node count, and its length stays. out int64 [size, R + 2] is what the host reads: count, emitted tokens, rows verified.
     """
 
     @torch.inference_mode()
-    def __init__(self, runner, size, sampled, pool):
+    def __init__(self, runner, size, sampled, drafts, pool):
         device, scratch = runner.device, runner.shape.scratch
         self.members = []       # (request, the length at which this round left it): what table and state are about
         self.table = torch.zeros(size, runner.pages.needed(runner.max_length + scratch), dtype=torch.int64, device=device)
@@ -41,15 +41,16 @@ class Round:
         params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
         self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, runner.target_config.vocab_size, device)
         batch = Batch(self.table, runner.pages.page_size, *self.state[:4], runner.max_length, runner.shape.nodes + 1, self.sampling, runner.exact)
-        self.replay, self.out = record(partial(self._round, runner.speculator, batch), device, pool)
+        budget = runner.adaptive.budget(size) if drafts and runner.adaptive else None
+        self.replay, self.out = record(partial(self._round, runner.speculator, batch, budget), device, pool)
 
-    def _round(self, speculator, batch):
-        path = speculator.round(batch)
-        return publish(path.count, path.tokens, self.state)
+    def _round(self, speculator, batch, budget):
+        path = speculator.round(batch, budget)
+        return publish(path.count, path.tokens, path.valid, self.state)
 
     @torch.inference_mode()
     def __call__(self, requests, assemble):
-        """Replay for these requests -> [count, tokens ...] of each. Nothing is uploaded where the last replay was theirs too."""
+        """Replay for these requests -> [count, tokens ..., rows verified] of each. Nothing is uploaded where the last replay was theirs too."""
         if self.members != [(request, request.length) for request in requests]:
             now, count = assemble(requests), len(requests)
             self.state.copy_(self.idle)
@@ -80,20 +81,22 @@ class Graphs:
 
     def warm(self, progress):
         """Capture every greedy size now, so that no request pays for it. progress(done, total, what)."""
-        sizes = sorted({self.size(count) for count in range(1, self.runner.max_batch + 1)})
-        for done, size in enumerate(sizes, 1):
-            self.round(size, False)
+        sizes = {self.size(count) for count in range(1, self.runner.max_batch + 1)}
+        rounds = sorted((size, drafts) for size in sizes for drafts in {True, not self.runner.adaptive})
+        for done, (size, drafts) in enumerate(rounds, 1):
+            self.round(size, False, drafts)
             if progress:
-                progress(done, len(sizes), "batch sizes captured")
+                progress(done, len(rounds), "rounds captured")
 
     def size(self, count):
         return min(1 << (count - 1).bit_length(), self.runner.max_batch)
 
-    def round(self, size, sampled):
-        if (size, sampled) not in self.rounds:
-            self.rounds[size, sampled] = Round(self.runner, size, sampled, self.pool)
-        return self.rounds[size, sampled]
+    def round(self, *kind):
+        """kind: size, sampled, drafts."""
+        if kind not in self.rounds:
+            self.rounds[kind] = Round(self.runner, *kind, self.pool)
+        return self.rounds[kind]
 
-    def __call__(self, requests):
+    def __call__(self, requests, drafts=True):
         sampled = any(request.params.temperature > 0 for request in requests)
-        return self.round(self.size(len(requests)), sampled)(requests, self.runner.assemble)
+        return self.round(self.size(len(requests)), sampled, drafts)(requests, self.runner.assemble)

@@ -23,9 +23,17 @@ class HiddenBuffer:
         self.next = torch.zeros(seats + 1, capacity, dtype=torch.int64, device=device)
         self.count = torch.zeros(seats + 1, dtype=torch.int64, device=device)
 
-    def put(self, batch, states, path):
-        """Keep the states of an accepted path: states [B, R, A * hidden] of a forward's rows, path.tokens the token after each."""
-        keep(states, path.rows, path.tokens, path.count, batch.seats, self.states, self.next, self.count)
+    def put(self, batch, states, path, append=False):
+        """Keep the states of an accepted path: states [B, R, A * hidden] of a forward's rows, path.tokens the token after each.
+        append: what waits already stays, before them."""
+        keep(states, path.rows, path.tokens, path.count, batch.seats, self.states, self.next, self.count, append)
+
+    def keep_last(self, batch):
+        """The draft has read all but the last state of each request."""
+        last = (self.count[batch.seats] - 1).clamp(min=0)
+        for kept in (self.states, self.next):
+            kept[batch.seats, 0] = kept[batch.seats, last]
+        self.count[batch.seats] = self.count[batch.seats].clamp(max=1)
 
     def take(self, batch):
         """Unread of kernels/buffer.py for batch.unread rows a request, left until the next put; its index counts rows of `states`, flat."""

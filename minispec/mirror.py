@@ -20,7 +20,7 @@ def serve(make):
             team.begin(f"step {team.at[0]}" if action == "step" else action)
             engine = engines[number]
             if action == "step":
-                engine._step()
+                engine._step(*payload)
             elif action == "add":
                 key, index, ids, params = payload
                 params = SamplingParams(**params | {"logit_bias": dict(params["logit_bias"])})

@@ -30,6 +30,7 @@ def _memory(text):
 IDS = Parsed("INT,INT,...", lambda text: tuple(int(part) for part in text.split(",")), "not integers separated by commas")
 MEMORY = Parsed("SIZE", _memory, "not a size, as in 141GB or 80GiB")
 BIAS = Parsed("ID=VALUE", _bias, "not ID=VALUE, as in 42=-1.5")
+NODES = Parsed("INT|auto", lambda text: text if text == "auto" else int(text), "neither a whole number nor auto")
 EPS = Parsed("NUMBER|config", lambda text: text if text == "config" else float(text), "neither a number nor config")
 
 
@@ -67,7 +68,7 @@ ENGINE = (
     *MODELS,
     click.option("--draft-steps", type=int, help="Levels of the draft tree, 6 by default; 0 is plain decoding."),
     click.option("--topk", type=int, help="Children tried a node, 4 by default; 1 makes a chain."),
-    click.option("--nodes", type=int, help="Draft tokens verified a round, the root excluded; default: draft-steps."),
+    click.option("--nodes", type=NODES, help="Draft tokens verified a round, the root excluded; auto: as many as pay; default: draft-steps."),
     click.option("--device", help="auto (default), cpu, cuda or cuda:N."),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
                  help="auto (default) is float32 on CPU and bfloat16 on CUDA."),

@@ -1,9 +1,11 @@
 """What one rank computes: the models, their caches, and the forwards of a step."""
 from copy import copy
+from time import perf_counter
 from zlib import crc32
 
 import torch
 
+from minispec.adapt import PLAIN, Adaptive
 from minispec.batch import Assembler
 from minispec.cache import Cache
 from minispec.device import available, plan, size, weight_bytes, workspace
@@ -57,7 +59,7 @@ class Runner:
             if found.config.max_position_embeddings < self.max_length:
                 self.report.append(f"warning: the draft was trained to {found.config.max_position_embeddings} positions, max_length is "
                                    f"{self.max_length}: expect fewer accepted tokens past that")
-        self.hidden = HiddenBuffer(max_batch, shape.nodes + 1, capture if found else (), config.hidden_size, dtype, device)
+        self.hidden = HiddenBuffer(max_batch, shape.unread, capture if found else (), config.hidden_size, dtype, device)
         target_cache = Cache(config.num_hidden_layers, slots, 1, latent, dtype, device)
         self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, draft_cache, self.hidden, shape)
         self.assemble = Assembler(page_size, self.max_length, config.vocab_size, device, exact)
@@ -69,6 +71,7 @@ class Runner:
         if ranks.size > 1:
             read = sum(plan.checkpoint.bytes_read for plan in (account, found) if plan)
             self.report.append(f"rank {ranks.rank} of {ranks.size} has read {size(read)}, experts {'whole' if ranks.expert_parallel else 'cut'}")
+        self.adaptive = Adaptive(shape, device) if found and shape.adaptive else None
         self.graphs = Graphs(self) if cuda_graphs and device.type == "cuda" else None
         if self.graphs:
             self.graphs.warm(progress)
@@ -76,7 +79,7 @@ class Runner:
     def plain(self):
         """A runner that shares this one's target and caches and drafts nothing."""
         runner = copy(self)
-        runner.shape, runner.draft = Shape(0), None
+        runner.shape, runner.draft, runner.adaptive = Shape(0), None, None
         runner.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, runner.shape)
         runner.assemble, runner.graphs = copy(self.assemble), self.graphs and Graphs(runner)
         return runner
@@ -88,13 +91,36 @@ class Runner:
         request.length, request.draft_length = stop, stop - (more is None)
         return path.read() if path else ([], [])
 
-    def round(self, requests):
-        """One round: [count, tokens ...] of each request, and its log-probabilities or None."""
-        if self.graphs and all(map(self.graphs.fits, requests)):
-            found = self.graphs(requests), [None] * len(requests)
+    def plan(self, requests):
+        """What rank 0 decides about the next round and tells the others: adapt.Adaptive.plan, or nothing where the shape is fixed."""
+        return self.adaptive.plan(*self._kind(requests), requests) if self.adaptive else []
+
+    def _kind(self, requests):
+        """What a round's cost depends on: whether it is captured, and for how many."""
+        captured = bool(self.graphs) and all(map(self.graphs.fits, requests))
+        return captured, self.graphs.size(len(requests)) if captured else len(requests)
+
+    def round(self, requests, plan):
+        """One round: [count, tokens ...] of each request, and its log-probabilities or None. plan: of `plan`, rank 0's."""
+        (captured, size), began = self._kind(requests), perf_counter()
+        budget = self.adaptive and self.adaptive.follow(size, plan)
+        drafts = budget is not None or not self.adaptive
+        if self.adaptive and max(r.length - r.draft_length for r in requests) >= (self.shape.nodes + 2 if captured and drafts else self.shape.unread):
+            self.speculator.catch_up(self.assemble(requests))
+            for request in requests:
+                request.draft_length = request.length - 1
+        if captured:
+            out = self.graphs(requests, drafts)
+            found, rows = (out, [None] * len(requests)), sum(one[-1] for one in out)
         else:
-            found = self.speculator.round(self.assemble(requests)).read()
-        for request in requests:
+            path = self.speculator.round(self.assemble(requests), budget)
+            found, rows = path.read(), int(path.valid.sum()) if budget else 0
+        if self.adaptive:
+            emitted = sum(count for count, *_ in found[0]) / len(requests)
+            levels = 0 if captured or not drafts or self.device.type != "cpu" else self.speculator.levels
+            self.adaptive.saw(captured, size, rows - len(requests) if drafts else PLAIN, emitted, perf_counter() - began, levels,
+                              levels and self.speculator.drafting)
+        for request in requests if drafts else ():
             request.draft_length = request.length
         self._check(requests, found)
         return found

@@ -1,10 +1,12 @@
 """The round: draft a tree, verify it in one target forward, keep the path that the target agrees with."""
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 
 from minispec.choice import choose
 from minispec.errors import MinispecError
+from minispec.kernels.prune import learn
 from minispec.tree import Tree
 from minispec.verify import Path, accept
 
@@ -13,18 +15,25 @@ WORD = 64       # bits of an ancestor word: rows of one forward that can be told
 
 @dataclass(frozen=True)
 class Shape:
-    """steps: levels of the tree (0: plain decoding); topk: children tried per node; nodes: draft tokens verified, the root excluded."""
+    """steps: levels of the tree (0: plain decoding); topk: children tried per node; nodes: draft tokens verified, the root excluded;
+    "auto" (then adaptive): as many as pay, each round, up to 15."""
     steps: int = 6
     topk: int = 4
-    nodes: int | None = None
+    nodes: int | str | None = None
+    adaptive: bool = False
 
     def __post_init__(self):
+        if self.nodes == "auto":
+            object.__setattr__(self, "adaptive", isinstance(self.steps, int) and self.steps > 0)
+            object.__setattr__(self, "nodes", None)
         for name, low in (("steps", 0), ("topk", 1), ("nodes", 0)):
             value = getattr(self, name)
             if name == "nodes" and value is None:
                 object.__setattr__(self, "nodes", self.steps)
             elif isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise MinispecError(f"{'draft_steps' if name == 'steps' else name} must be a whole number of at least {low}, not {value!r}")
+        if self.adaptive:       # 16 rows cost what one costs but for their experts, and one captured round holds any number up to them
+            object.__setattr__(self, "nodes", min(15, self.topk + (self.steps - 1) * self.topk**2))
         least, most = (1, min(self.topk + (self.steps - 1) * self.topk**2, WORD - 1)) if self.steps else (0, 0)
         if not least <= self.nodes <= most:
             raise MinispecError(f"nodes={self.nodes}: a tree of draft_steps={self.steps}, topk={self.topk} holds {least} to {most} "
@@ -34,9 +43,14 @@ class Shape:
                                 f"{WORD} can be told apart: lower draft_steps or topk")
 
     @property
+    def unread(self):
+        """States of a request that may wait for the draft: those of a round, or of plain rounds too."""
+        return 32 if self.adaptive else self.nodes + 1
+
+    @property
     def scratch(self):
-        """Cache entries past the committed length that a round writes at most, in either cache."""
-        return max(self.nodes + 1, (self.steps - 1) * self.topk)
+        """Cache entries past the committed length that a round addresses at most, in either cache (it writes none of the last level's)."""
+        return max(self.nodes + 1, self.steps * self.topk)
 
 
 class Speculator:
@@ -47,18 +61,32 @@ class Speculator:
         self.hidden, self.shape, self.capture = hidden, shape, draft.config.capture if draft else ()
 
     @torch.inference_mode()
-    def round(self, batch):
-        """One round for every request of the batch. Returns the Path: what was emitted, accepted + 1 tokens each."""
-        pool = self.draft.grow(batch, self.draft_cache, self.hidden, self.shape) if self.draft else None
-        tree = Tree.best(batch, pool, self.shape).agreed(self.target.ranks)
+    def round(self, batch, budget=None):
+        """One round for every request of the batch. Returns the Path: what was emitted, accepted + 1 tokens each.
+
+        budget: adapt.Budget of an adaptive shape; None then: a plain round, whose states wait for the draft with those before.
+        """
+        drafts, began = self.draft and (budget or not self.shape.adaptive), perf_counter()
+        pool = self.draft.grow(batch, self.draft_cache, self.hidden, self.shape, budget) if drafts else None
+        self.drafting = perf_counter() - began
+        tree = Tree.best(batch, pool, self.shape, budget).agreed(self.target.ranks)
         rows = tree.rows(batch)
         hidden, states = self.target(rows, self.target_cache, self.capture)
         ancestors = None if batch.sampling.repetition is None else tree.ancestors
         path = accept(tree, *self.choose(hidden, rows.positions, batch.sampling, rows.tokens, ancestors)).agreed(self.target.ranks)
         self.target_cache.commit(batch, path)
         if self.draft:
-            self.hidden.put(batch, states, path)
+            self.hidden.put(batch, states, path, append=not drafts)
+        if budget:
+            learn(tree.laid, path.rows, path.count, budget.trust)
+            self.levels = 1 + (pool.tokens.shape[1] - self.shape.topk) // self.shape.topk**2
         return path
+
+    @torch.inference_mode()
+    def catch_up(self, batch):
+        """The draft reads the states that wait. The last of each request stays: the next tree grows from it."""
+        self.draft.read(batch, self.draft_cache, self.hidden)
+        self.hidden.keep_last(batch)
 
     @torch.inference_mode()
     def prefill(self, batch, tokens, following):

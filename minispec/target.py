@@ -37,16 +37,16 @@ class Target:
             a = fused_linear(x, layer.qkv_a, layer.attn_norm, eps, exact=exact)
             q = latent_project(layer, a, cache[i], rows.slots, angles, c, ranks, exact)
             x = mla_attend(layer, q, x, cache[i], rows.view, c, ranks)
-            x = rowwise(partial(self.experts, layer), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
+            x = rowwise(partial(self.experts, layer, None if exact or rows.live is None else rows.live.view(-1)), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
         entering[len(self.layers)] = x
         states = torch.cat([entering[i] for i in capture], -1) if capture else x[..., :0]
         return rms_norm(x, self.norm, eps), states
 
-    def experts(self, layer, x):
-        """x + routed and shared experts of its norm: [B, R, h] -> the same."""
+    def experts(self, layer, live, x):
+        """x + routed and shared experts of its norm: [B, R, h] -> the same. live bool [B * R] or None: rows that need experts."""
         c, flat, shared = self.config, x.flatten(0, 1), bool(self.config.n_shared_experts)
         h, ids, weights, inner = ffn_front(
-            flat, layer.ffn_norm, c.rms_norm_eps, layer.router, getattr(layer, "bias", None), layer.gate_up if shared else None,
+            flat, layer.ffn_norm, c.rms_norm_eps, layer.router, getattr(layer, "bias", None), layer.gate_up if shared else None, live=live,
             scoring=c.scoring_func, topk=c.num_experts_per_tok, groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
             group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
         if self.ranks.expert_parallel:

@@ -5,13 +5,14 @@ from functools import cached_property
 import torch
 
 from minispec.batch import Rows
+from minispec.kernels.prune import prune, trim
 from minispec.kernels.tree import Laid, lay, plant, select  # noqa: F401
 from minispec.kernels.view import View
 
 
 @dataclass(frozen=True)
 class Tree:
-    """rows: kernels.tree.Laid, R = nodes + 1; column 0 is the root. straight: a chain by construction.
+    """laid: kernels.tree.Laid, R = nodes + 1; column 0 is the root. straight: a chain by construction; pruned: rows may be dead.
 
             row     0        1        2        3        4
             token   root     a        b        aa       aaa        root -- a -- aa -- aaa
@@ -19,18 +20,24 @@ class Tree:
     """
     laid: Laid
     straight: bool
+    pruned: bool = False
 
     @classmethod
     def build(cls, batch, tokens, parents, depth, straight):
         """From node tensors [B, n] without the root; parents count the root as row 0."""
-        return cls(lay(tokens, parents, depth, batch.pending, batch.length, batch.room, batch.table, batch.page_size), straight)
+        scores = torch.zeros_like(tokens, dtype=torch.float32)
+        return cls(lay(tokens, parents, depth, batch.pending, batch.length, batch.room, batch.table, batch.page_size, scores), straight)
 
     @classmethod
-    def best(cls, batch, pool, shape):
-        """The shape.nodes best of a pool; no pool, no nodes: a round that verifies nothing is plain decoding."""
-        nodes = shape.nodes if pool else 0
+    def best(cls, batch, pool, shape, budget=None):
+        """The shape.nodes best of a pool, or with a Budget those of them that pay; no pool, no nodes: plain decoding."""
+        nodes = min(budget.nodes if budget else shape.nodes, pool.tokens.shape[1]) if pool else 0
         laid = plant(pool, nodes, shape.topk, batch.pending, batch.length, batch.room, batch.table, batch.page_size)
-        return cls(laid, shape.topk == 1 or not nodes)
+        if nodes and budget:
+            laid = prune(laid, batch.length, budget.trust, budget.price)
+            laid = laid if laid.tokens.is_cuda else trim(laid, batch.length, batch.table, batch.page_size)
+        # a tree that was trimmed for one request has no row left that is not live
+        return cls(laid, shape.topk == 1 or not nodes, bool(nodes and budget) and (laid.tokens.is_cuda or len(laid.tokens) > 1))
 
     def agreed(self, ranks):
         """Rank 0's tree, so that all verify the same one."""
@@ -48,4 +55,4 @@ class Tree:
         """The forward that verifies the tree: row i sees the committed prefix and its ancestors, at position length + depth."""
         prefix = batch.length[:, None].expand_as(self.laid.tokens)
         view = View(batch.table, batch.page_size, prefix, batch.length, self.laid.seen, batch.longest + prefix.shape[1], batch.exact)
-        return Rows(self.laid.tokens, self.laid.positions, self.laid.slots, view)
+        return Rows(self.laid.tokens, self.laid.positions, self.laid.slots, view, self.laid.valid if self.pruned else None)

@@ -14,12 +14,14 @@ class Path:
     where the target's logits are not finite (a NaN must not pass for a token).
     tokens int64 [B, R]: the target's choice after each of them: the accepted draft tokens, then the bonus token.
     logprobs fp32 [B, R] of those tokens, or None. straight: every path is rows 0, 1, 2, ...: nothing has to move.
+    valid bool [B, R]: rows that were verified.
     """
     rows: torch.Tensor
     count: torch.Tensor
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
     straight: bool
+    valid: torch.Tensor | None = None
 
     def agreed(self, ranks):
         """Rank 0's decision, taken over by all."""
@@ -39,4 +41,5 @@ def accept(tree, choice, logprobs, finite):
 
     choice int64 [B, R]: the target's own token after every row; finite bool [B, R]: whether its logits were.
     """
-    return Path(*kernel.accept(tree.laid.tokens, tree.laid.parents, tree.laid.valid, tree.laid.words, choice, logprobs, finite), tree.straight)
+    return Path(*kernel.accept(tree.laid.tokens, tree.laid.parents, tree.laid.valid, tree.laid.words, choice, logprobs, finite), tree.straight,
+                tree.laid.valid)

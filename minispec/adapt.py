@@ -1,0 +1,159 @@
+"""How much of a tree to verify, from what rounds have cost and what the draft has been worth; and when not to draft at all.
+
+Only speed depends on it: the text is a function of the target's logits and the keyed noise alone, whatever is verified.
+"""
+from bisect import bisect
+from dataclasses import dataclass
+
+import torch
+
+from minispec.kernels.prune import BINS, PRIOR
+
+PLAIN = -1          # where others say how many nodes a round verified
+NEVER = 1e30        # a price that no gain pays
+ROWS = 64           # of one forward at most, over all requests: rows of a captured round are there whether they are valid or not
+REFRESH = 4         # rounds between two looks at the prices
+LONG, SHORT = 32, 4         # rounds over which gains are averaged while drafting; at a probe
+PROBE = 64          # plain rounds between two probes at most, from 8 on
+
+
+@dataclass
+class Budget:
+    """What Tree.best and Draft.grow ask. nodes: of a request at most; trust: of kernels/prune.py, one for all batch sizes; price fp32
+    [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device. On the CPU also level: what a level of the draft costs;
+    worth: the share of a level's probability, by depth, that has come true."""
+    nodes: int
+    trust: torch.Tensor
+    price: torch.Tensor
+    level: float = 0.0
+    worth: tuple = ()
+
+    def enough(self, scores, depth):
+        """Whether the draft stops before another level. scores fp32 [B, K]: of the nodes it would expand. Asked on the CPU only."""
+        if scores.is_cuda or not self.worth:
+            return False
+        row = float(self.price[2] - self.price[1]) if len(self.price) > 2 else 0.0
+        return float((scores.exp() * self.worth[depth - 1] - row).clamp(min=0).sum()) <= self.level
+
+
+class Curve:
+    """Costs and gains of one batch size. Costs are relative to `base`, seconds, which follows the machine's changes in speed: a slow
+    minute makes no row count look dear. gain: tokens a request and drafted round; spent: the cost of such a round."""
+
+    def __init__(self, requests, nodes, steps):
+        self.requests, self.nodes, self.cost, self.seen, self.base, self.level = requests, nodes, {}, {}, None, 0.0
+        self.trials = [n if n == PLAIN else min(n, nodes) * requests for n in (steps, PLAIN, 1, 3, 10)] * 2
+        self.gain, self.spent, self.drafted, self.rest, self.interval, self.age = 1.0, 1.0, 0, 0, 0, 0
+
+    def __call__(self):
+        """The next round: PLAIN, the number of nodes to try, or None for what the prices say."""
+        return self.trials[0] if self.trials else PLAIN if self.rest else None
+
+    def saw(self, nodes, emitted, seconds, levels=0, drafting=0.0):
+        """A round: nodes verified or PLAIN, tokens emitted a request, seconds, of which `drafting` for `levels` of the draft (CPU)."""
+        self.age += 1
+        cost = self._average(nodes, seconds - drafting)
+        if levels:
+            level = drafting / levels / self.base
+            self.level += (min(level, 2 * self.level or level) - self.level) * (1 if not self.level else 1 / 16)
+        if nodes != PLAIN:
+            self.drafted += 1
+            share = 1 / min(self.drafted, SHORT if self.interval else LONG)
+            self.gain += (emitted - self.gain) * share
+            self.spent += (cost + levels * self.level - self.spent) * share
+        if self.trials:
+            del self.trials[0]
+            self.drafted = min(self.drafted, SHORT)
+        elif nodes == PLAIN:
+            self.rest = max(self.rest - 1, 0)
+        elif PLAIN in self.cost and self.gain * self.cost[PLAIN] < self.spent:
+            self.interval = self.rest = min(max(2 * self.interval, 8), PROBE)
+        elif self.interval:
+            self.interval, self.drafted = 0, SHORT
+
+    def _average(self, nodes, seconds):
+        """The best of the first three rounds of a kind, then a running mean that no outlier drags far."""
+        self.base = self.base or seconds
+        known, count, relative = self.cost.get(nodes, 1e9), self.seen.get(nodes, 0), seconds / self.base
+        self.seen[nodes] = count + 1
+        if count < 3:
+            self.cost[nodes] = min(known, relative)
+        else:
+            self.cost[nodes] += (min(relative, 2 * known) - known) / min(count, 32)
+            self.base *= min(max(relative / known, 0.5), 2) ** 0.1
+        return self.cost[nodes]
+
+    def prices(self):
+        """Tokens that a round of 0 ... requests * nodes verified nodes must bring: its cost, never falling, at the present tokens a cost."""
+        points = []         # [nodes, cost, weight], pooled where they fall
+        for n in sorted(self.cost.keys() - {PLAIN}):
+            points.append([n, self.cost[n], min(self.seen[n], 32)])
+            while len(points) > 1 and points[-2][1] >= points[-1][1]:
+                (a, low, v), (b, high, w) = points[-2:]
+                points[-2:] = [[(a * v + b * w) / (v + w), (low * v + high * w) / (v + w), v + w]]
+        if len(points) < 2:
+            points = [[0, 1, 1], [self.requests * self.nodes, 1.0 + len(points), 1]]
+        rate, at, table = self.requests * self.gain / self.spent, [point[0] for point in points], []
+        for n in range(self.requests * self.nodes + 1):
+            i = min(max(bisect(at, n), 1), len(at) - 1)
+            (a, low, _), (b, high, _) = points[i - 1:i + 1]
+            table.append(rate * max(low + (high - low) * (n - a) / (b - a), 0))
+        return table, rate * self.level
+
+
+class Adaptive:
+    """The budgets of an engine by batch size: everything it has learnt is in `trust` and `curves`, and starts anew with the engine."""
+
+    def __init__(self, shape, device):
+        self.shape, self.device = shape, device
+        self.trust = torch.zeros(2, shape.steps, BINS, device=device)
+        self.curves, self.budgets, self.newest = {}, {}, None
+
+    def budget(self, size):
+        """size: places of a batch."""
+        if size not in self.budgets:
+            nodes = max(1, min(self.shape.nodes, ROWS // size - 1))
+            self.budgets[size] = Budget(nodes, self.trust, torch.zeros(size * nodes + 1, device=self.device))
+        return self.budgets[size]
+
+    def plan(self, captured, size, requests):
+        """What rank 0 says of the next round, in terms of JSON: [PLAIN or None, and where they change price, level, worth].
+
+        captured: whether it is a CUDA graph; requests: who is in it: a new one is worth a probe.
+        """
+        if (captured, size) not in self.curves:
+            self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.shape.steps)
+        curve, newest = self.curves[captured, size], max(map(id, requests))
+        if curve.rest and newest != self.newest:
+            curve.rest = 0
+        self.newest, what = newest, curve()
+        if what == PLAIN:
+            return [PLAIN]
+        if what is None and not curve.interval and curve.age % REFRESH:
+            return [None]
+        price, level = curve.prices()
+        if what is not None:
+            price = [0.0] * (what + 1) + [NEVER] * (len(price) - what - 1)
+            level = 0.0
+        elif curve.interval:
+            price[0] = NEVER        # a probe that verifies nothing learns nothing
+        worth = []
+        if self.device.type == "cpu":
+            found = ((self.trust[1].sum(-1) + PRIOR) / (self.trust[0].sum(-1) + PRIOR)).clamp(max=1).cumprod(0)
+            worth = found.tolist()
+        return [None, price, level, worth]
+
+    def saw(self, captured, size, *round):
+        """Of a round that was planned: Curve.saw."""
+        if (captured, size) in self.curves:
+            self.curves[captured, size].saw(*round)
+
+    def follow(self, size, plan):
+        """The Budget of the round that rank 0 planned, or None for a plain one."""
+        if plan[0] == PLAIN:
+            return None
+        budget = self.budget(size)
+        if plan[1:]:
+            price, budget.level, budget.worth = plan[1:]
+            budget.price.copy_(torch.tensor(price))
+        return budget
