@@ -76,7 +76,7 @@ def trim(laid, length, table, page_size):
                                     "seen": words * parts["valid"], "slots": slots * parts["valid"]})
 
 
-def learn(laid, rows, count, trust, keep=0.99):
+def learn(laid, rows, count, trust, keep=0.995):
     """In place: trust, decayed by `keep`, takes in a round: every valid node whose parent was accepted, with its p, and whether it was too.
 
     rows int64 [B, R], count int64 [B]: of kernels.accept.accept.
@@ -89,7 +89,7 @@ def learn(laid, rows, count, trust, keep=0.99):
                    CELLS=trust[0].numel(), C=power_of_two(trust[0].numel()), BINS=BINS, num_warps=4, **pdl(trust))
 
 
-def learn_ref(laid, rows, count, trust, keep=0.99):
+def learn_ref(laid, rows, count, trust, keep=0.995):
     at = torch.arange(rows.shape[1], device=rows.device)
     accepted = torch.zeros_like(laid.valid).scatter_(1, rows, at < count[:, None])
     tried = accepted.gather(1, laid.parents) & laid.valid & (at > 0)

@@ -4,6 +4,8 @@ Only speed depends on it: the text is a function of the target's logits and the 
 """
 from bisect import bisect
 from dataclasses import dataclass
+from math import exp
+from time import perf_counter
 
 import torch
 
@@ -12,6 +14,7 @@ from minispec.kernels.prune import BINS, PRIOR
 PLAIN = -1          # where others say how many nodes a round verified
 NEVER = 1e30        # a price that no gain pays
 ROWS = 64           # of one forward at most, over all requests: rows of a captured round are there whether they are valid or not
+AHEAD = 1.3         # worth of another level over the probability that reaches it: levels below it, and the choice to stop there
 REFRESH = 4         # rounds between two looks at the prices
 LONG, SHORT = 32, 4         # rounds over which gains are averaged while drafting; at a probe
 PROBE = 64          # plain rounds between two probes at most, from 8 on
@@ -20,20 +23,31 @@ PROBE = 64          # plain rounds between two probes at most, from 8 on
 @dataclass
 class Budget:
     """What Tree.best and Draft.grow ask. nodes: of a request at most; trust: of kernels/prune.py, one for all batch sizes; price fp32
-    [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device. On the CPU also level: what a level of the draft costs;
-    worth: the share of a level's probability, by depth, that has come true."""
+    [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device. On the CPU also, in tokens, level: what a level of the
+    draft costs, row: a further row; factors: log(accepted / expected) of `trust`."""
     nodes: int
     trust: torch.Tensor
     price: torch.Tensor
     level: float = 0.0
-    worth: tuple = ()
+    row: float = 0.0
+    factors: list | None = None
+    took: float = 0.0           # seconds of the newest level but the first
 
-    def enough(self, scores, depth):
-        """Whether the draft stops before another level. scores fp32 [B, K]: of the nodes it would expand. Asked on the CPU only."""
-        if scores.is_cuda or not self.worth:
+    def enough(self, frontier, depth):
+        """Whether the nodes of the last level that it would expand, a Frontier, promise less than another level costs. On the CPU only:
+        elsewhere the host does not know them. Levels are asked about in order."""
+        if self.factors is None:
             return False
-        row = float(self.price[2] - self.price[1]) if len(self.price) > 2 else 0.0
-        return float((scores.exp() * self.worth[depth - 1] - row).clamp(min=0).sum()) <= self.level
+        now = perf_counter()
+        above, gains, began = ([0.0] * len(frontier.take), [0.0] * len(frontier.take), None) if depth == 1 else self.before
+        self.took = now - began if began else 0.0
+        scores, paths = frontier.scores.flatten().tolist(), []
+        for score, parent in zip(scores, frontier.take.flatten().tolist()):
+            edge = score - above[parent] if score > -torch.inf else -torch.inf
+            cell = min(int(-1.5 * max(edge, -99.0)), BINS - 1)
+            paths.append(gains[parent] + min(edge + self.factors[depth - 1][cell], 0.0))
+        self.before = scores, paths, now
+        return sum(max(exp(path) * AHEAD - self.row, 0.0) for path in paths) <= self.level
 
 
 class Curve:
@@ -49,24 +63,25 @@ class Curve:
         """The next round: PLAIN, the number of nodes to try, or None for what the prices say."""
         return self.trials[0] if self.trials else PLAIN if self.rest else None
 
-    def saw(self, nodes, emitted, seconds, levels=0, drafting=0.0):
-        """A round: nodes verified or PLAIN, tokens emitted a request, seconds, of which `drafting` for `levels` of the draft (CPU)."""
+    def saw(self, nodes, emitted, seconds, drafting=0.0, level=0.0):
+        """A round: nodes verified or PLAIN, tokens emitted a request, seconds; on the CPU how many of them for the draft, and for one more
+        level of it, where it had more than one."""
         self.age += 1
         cost = self._average(nodes, seconds - drafting)
-        if levels:
-            level = drafting / levels / self.base
-            self.level += (min(level, 2 * self.level or level) - self.level) * (1 if not self.level else 1 / 16)
+        if level:
+            level /= self.base
+            self.level += (min(level, 2 * self.level) - self.level) / 16 if self.level else level
         if nodes != PLAIN:
             self.drafted += 1
             share = 1 / min(self.drafted, SHORT if self.interval else LONG)
             self.gain += (emitted - self.gain) * share
-            self.spent += (cost + levels * self.level - self.spent) * share
+            self.spent += (cost + drafting / self.base - self.spent) * share
         if self.trials:
             del self.trials[0]
             self.drafted = min(self.drafted, SHORT)
         elif nodes == PLAIN:
             self.rest = max(self.rest - 1, 0)
-        elif PLAIN in self.cost and self.gain * self.cost[PLAIN] < self.spent:
+        elif PLAIN in self.cost and self.gain * min(self.cost[PLAIN], self.cost.get(0, 1e9)) < self.spent:
             self.interval = self.rest = min(max(2 * self.interval, 8), PROBE)
         elif self.interval:
             self.interval, self.drafted = 0, SHORT
@@ -117,7 +132,7 @@ class Adaptive:
         return self.budgets[size]
 
     def plan(self, captured, size, requests):
-        """What rank 0 says of the next round, in terms of JSON: [PLAIN or None, and where they change price, level, worth].
+        """What rank 0 says of the next round, in terms of JSON: [PLAIN or None, and where they change price and level].
 
         captured: whether it is a CUDA graph; requests: who is in it: a new one is worth a probe.
         """
@@ -137,23 +152,24 @@ class Adaptive:
             level = 0.0
         elif curve.interval:
             price[0] = NEVER        # a probe that verifies nothing learns nothing
-        worth = []
-        if self.device.type == "cpu":
-            found = ((self.trust[1].sum(-1) + PRIOR) / (self.trust[0].sum(-1) + PRIOR)).clamp(max=1).cumprod(0)
-            worth = found.tolist()
-        return [None, price, level, worth]
+        return [None, price, level]
 
     def saw(self, captured, size, *round):
         """Of a round that was planned: Curve.saw."""
         if (captured, size) in self.curves:
             self.curves[captured, size].saw(*round)
 
+    @torch.inference_mode()
     def follow(self, size, plan):
         """The Budget of the round that rank 0 planned, or None for a plain one."""
         if plan[0] == PLAIN:
             return None
         budget = self.budget(size)
         if plan[1:]:
-            price, budget.level, budget.worth = plan[1:]
+            price, budget.level = plan[1:]
             budget.price.copy_(torch.tensor(price))
+            if self.device.type == "cpu":
+                last = min(self.shape.steps, len(price) - 1)
+                budget.row = min((price[last] - price[1]) / max(last - 1, 1), 1.0)
+                budget.factors = ((self.trust[1] + PRIOR) / (self.trust[0] + PRIOR)).log().tolist()
         return budget

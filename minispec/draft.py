@@ -109,7 +109,7 @@ class Draft:
             tokens, logp = self.children(normed, batch, above, shape)
             frontier = level(tokens, logp, frontier, pool, depth, batch.length, batch.table, page)
             now = pool.filled(depth, shape.topk)
-            if depth == shape.steps or (budget.enough(frontier.scores, depth) if budget else now.settled(frontier.scores, shape.nodes)):
+            if depth == shape.steps or (budget.enough(frontier, depth) if budget else now.settled(frontier.scores, shape.nodes)):
                 return now
             above, take = frontier.above, frontier.take
             view = self.view(batch, length.expand_as(take), frontier.words, longest + depth * shape.topk)

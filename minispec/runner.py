@@ -100,8 +100,9 @@ class Runner:
         captured = bool(self.graphs) and all(map(self.graphs.fits, requests))
         return captured, self.graphs.size(len(requests)) if captured else len(requests)
 
-    def round(self, requests, plan):
-        """One round: [count, tokens ...] of each request, and its log-probabilities or None. plan: of `plan`, rank 0's."""
+    def round(self, requests, plan=None):
+        """One round: [count, tokens ...] of each request, and its log-probabilities or None. plan: rank 0's, by default this rank's own."""
+        plan = self.plan(requests) if plan is None else plan
         (captured, size), began = self._kind(requests), perf_counter()
         budget = self.adaptive and self.adaptive.follow(size, plan)
         drafts = budget is not None or not self.adaptive
@@ -117,9 +118,8 @@ class Runner:
             found, rows = path.read(), int(path.valid.sum()) if budget else 0
         if self.adaptive:
             emitted = sum(count for count, *_ in found[0]) / len(requests)
-            levels = 0 if captured or not drafts or self.device.type != "cpu" else self.speculator.levels
-            self.adaptive.saw(captured, size, rows - len(requests) if drafts else PLAIN, emitted, perf_counter() - began, levels,
-                              levels and self.speculator.drafting)
+            apart = (self.speculator.drafting, budget.took) if drafts and self.device.type == "cpu" and not captured else ()
+            self.adaptive.saw(captured, size, rows - len(requests) if drafts else PLAIN, emitted, perf_counter() - began, *apart)
         for request in requests if drafts else ():
             request.draft_length = request.length
         self._check(requests, found)

@@ -79,7 +79,6 @@ class Speculator:
             self.hidden.put(batch, states, path, append=not drafts)
         if budget:
             learn(tree.laid, path.rows, path.count, budget.trust)
-            self.levels = 1 + (pool.tokens.shape[1] - self.shape.topk) // self.shape.topk**2
         return path
 
     @torch.inference_mode()

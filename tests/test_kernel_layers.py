@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minispec.kernels import fused_linear as fused
-from minispec.kernels import accept, buffer, draft_logits, choose, moe, project, route, tree, tree_attention
+from minispec.kernels import accept, buffer, draft_logits, choose, moe, project, prune, route, tree, tree_attention
 from minispec.kernels.fused_linear import Config, fused_linear, fused_linear_ref
 
 from minispec.kernels.project import heads_front, heads_front_ref, latent_front, latent_front_ref, latent_lift
@@ -24,7 +24,7 @@ TIGHT = {torch.float32: 1e-6, torch.bfloat16: 3e-2 if INTERPRETED else 8e-3, tor
 
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch):
-    for module in (fused, project, accept, buffer, draft_logits, choose, moe, route, tree, tree_attention):
+    for module in (fused, project, accept, buffer, draft_logits, choose, moe, prune, route, tree, tree_attention):
         monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 
@@ -178,10 +178,11 @@ def test_ffn_front(rows, hidden, experts, topk, groups, inter, dtype, scoring):
     gate_up = None if inter is None else draw(g, 2 * inter, hidden, dtype=dtype, scale=hidden**-0.5)
     routing = dict(scoring=scoring, topk=topk, groups=groups, topk_groups=max(1, groups // 2), group_top=1 + (scoring == "sigmoid"),
                    normalise=True, scaling=2.5)
-    h, ids, weights, inner = route.ffn_front(x, norm, eps, router, bias, gate_up, **routing)
+    live = torch.rand(rows, generator=g).to(DEVICE) < 0.7 if scoring == "sigmoid" else None
+    h, ids, weights, inner = route.ffn_front(x, norm, eps, router, bias, gate_up, live=live, **routing)
     assert_close("norm", norm64(x, norm, eps), h, TIGHT[dtype])
     expected_ids, expected_weights = routed_loop(h.cpu().float(), router.cpu(), None if bias is None else bias.cpu(), **routing)
-    assert ids.tolist() == expected_ids
+    assert ids.tolist() == [one if live is None or live[i] else [experts] * topk for i, one in enumerate(expected_ids)]
     assert_close("weights", torch.tensor(expected_weights, dtype=torch.float64).view(weights.shape), weights.cpu(), 1e-5)
     if inter is None:
         assert inner is None
@@ -211,8 +212,20 @@ def test_a_tree_grows_as_its_reference_says(batch, steps, topk, nodes):
         for found, expected in zip(*(pool.filled(depth, topk) for pool in pools)):
             assert torch.equal(found, expected)
     arguments = nodes, topk, pending, length, room, table, 4
-    for name, found, expected in zip(tree.Laid._fields, tree.plant(pools[0], *arguments), tree.plant_ref(pools[0], *arguments)):
+    laid = tree.plant(pools[0], *arguments), tree.plant_ref(pools[0], *arguments)
+    for name, found, expected in zip(tree.Laid._fields, *laid):
         assert torch.equal(found, expected), name
+    trusts = [torch.rand(2, steps, prune.BINS, generator=g).to(DEVICE) * 9] * 2
+    price = torch.rand(batch * nodes + 1, generator=g).mul(0.1 if nodes < 30 else 0.002).cumsum(0).to(DEVICE)
+    pruned = [run(one, length, trusts[0], price) for run, one in zip((prune.prune, prune.prune_ref), laid)]
+    for name, found, expected in zip(tree.Laid._fields, *pruned):
+        assert torch.equal(found, expected), name
+    assert pruned[0].valid[:, 0].all() and (batch * nodes < 12 or 0 < pruned[0].valid[:, 1:].sum() < batch * nodes)
+    rows = torch.stack([torch.randperm(nodes + 1, generator=g) for _ in range(batch)]).to(DEVICE)
+    count, trusts = torch.randint(0, nodes + 2, (batch,), generator=g).to(DEVICE), [trust.clone() for trust in trusts]
+    for run, one, trust in zip((prune.learn, prune.learn_ref), pruned, trusts):
+        run(one, rows, count, trust)
+    torch.testing.assert_close(*trusts)
 
 
 def test_the_root_alone():
@@ -233,6 +246,7 @@ def test_the_hidden_buffer(batch, size, width):
         kept = torch.zeros(batch + 2, size + 1, width, device=DEVICE), *torch.zeros(2, batch + 2, size + 1, device=DEVICE).long()
         kept = kept[0], kept[1], kept[2][:, 0].contiguous()
         put(states, rows, tokens, count, seats, *kept)
+        put(states, rows[:, :1].contiguous(), tokens[:, :1].contiguous(), count.clamp(max=1), seats, *kept, True)
         ends.append([*kept, *take(*kept[1:], seats, length, size, table, 4)])
     for found, expected in zip(*ends):
         assert torch.equal(found, expected)
@@ -241,10 +255,10 @@ def test_the_hidden_buffer(batch, size, width):
 def test_publish():
     g = torch.Generator().manual_seed(0)
     count, tokens = torch.tensor([0, 1, 4], device=DEVICE), torch.randint(0, 99, (3, 4), generator=g).to(DEVICE)
-    state = torch.randint(5, 50, (5, 3), generator=g).to(DEVICE)
+    state, valid = torch.randint(5, 50, (5, 3), generator=g).to(DEVICE), torch.rand(3, 4, generator=g).to(DEVICE) < 0.5
     state[4] = torch.tensor([1, 1, 0])
     states = [state.clone(), state.clone()]
-    assert torch.equal(*(run(count, tokens, one) for run, one in zip((accept.publish, accept.publish_ref), states)))
+    assert torch.equal(*(run(count, tokens, valid, one) for run, one in zip((accept.publish, accept.publish_ref), states)))
     assert torch.equal(*states)
     assert states[0][0].tolist() == [state[0, 0], state[0, 1] + 1, state[0, 2]] and states[0][1, 1] == tokens[1, 0]
 

@@ -1,0 +1,267 @@
+"""How much of a tree is verified: the choice against brute force, what is learnt against a world that is known, and the ids, always."""
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from minispec import Engine, MinispecError, SamplingParams, adapt, graphs
+from minispec import tree as trees
+from minispec.adapt import PLAIN, Adaptive, Curve
+from minispec.kernels.prune import BINS, PRIOR, learn, prune, trim
+from minispec.speculate import Shape
+from minispec.tree import Tree
+
+from . import oracle, spy
+from .test_graphs import record
+from .test_lossless import PARAMS, PROMPTS
+from .test_tree import make_batch
+from .tiny_draft import DIALECTS
+
+AUTO = dict(draft_steps=4, topk=3, nodes="auto")
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@st.composite
+def forests(draw):
+    """Trees of one size with the draft's probabilities, for 1 to 3 requests: parents (0 the root), p, room."""
+    size = draw(st.integers(1, 4))
+    probability = st.sampled_from([1.0, 0.9, 0.6, 0.6, 0.3, 0.05, 0.0])
+    return [([draw(st.integers(0, i)) for i in range(size)], [draw(probability) for _ in range(size)], draw(st.sampled_from([1, 2, 3, 9])))
+            for _ in range(draw(st.integers(1, 3)))]
+
+
+def laid_of(forest):
+    batch, depths = make_batch([3 + i for i in range(len(forest))], [room for *_, room in forest]), []
+    for parents, _, _ in forest:
+        depth = []
+        for parent in parents:
+            depth.append(1 + (depth[parent - 1] if parent else 0))
+        depths.append(depth)
+    parents = torch.tensor([parents for parents, *_ in forest])
+    tree = Tree.build(batch, parents * 0 + torch.arange(parents.shape[1]), parents, torch.tensor(depths), False)
+    scores = torch.zeros(len(forest), parents.shape[1] + 1)
+    for b, (above, p, _) in enumerate(forest):
+        for node, parent in enumerate(above, 1):
+            scores[b, node] = scores[b, parent] + (math.log(p[node - 1]) if p[node - 1] else -math.inf)
+    return batch, tree.laid._replace(scores=scores), depths
+
+
+@settings(max_examples=150, deadline=None)
+@given(forests(), st.lists(st.sampled_from([0.0, 0.05, 0.2, 0.3, 0.9]), min_size=13, max_size=13), st.integers(0, 9))
+def test_the_choice_is_the_best_of_all_subtrees(forest, steps, seed):
+    """Known probabilities and costs, convex or not: no set of nodes that is closed under parents, over all requests, is worth more."""
+    batch, laid, depths = laid_of(forest)
+    trust = torch.rand(2, 4, BINS, generator=torch.Generator().manual_seed(seed)) * 6
+    price = torch.tensor(list(itertools.accumulate(steps)))
+    nodes, gain = [], {}
+    for b, (parents, p, room) in enumerate(forest):
+        for node, parent in enumerate(parents, 1):
+            depth = depths[b][node - 1]
+            if depth < room and p[node - 1] and (not parent or (b, parent) in gain):
+                expected, accepted = trust[:, depth - 1, min(int(-1.5 * math.log(p[node - 1])), BINS - 1)].tolist()
+                gain[b, node] = gain.get((b, parent), 1.0) * min(1.0, p[node - 1] * (accepted + PRIOR) / (expected + PRIOR))
+                nodes.append((b, node, parent))
+    best = -math.inf
+    for count in range(len(nodes) + 1):
+        for some in itertools.combinations(nodes, count):
+            chosen = {(b, node) for b, node, _ in some}
+            if all(not parent or (b, parent) in chosen for b, _, parent in some):
+                best = max(best, sum(gain[one] for one in chosen) - price[count].item())
+    out = prune(laid, batch.length, trust, price)
+    kept = {(b, node) for b, node in out.valid.nonzero().tolist() if node}
+    assert out.valid[:, 0].all() and kept <= gain.keys()
+    assert all(not forest[b][0][node - 1] or (b, forest[b][0][node - 1]) in kept for b, node in kept)
+    assert sum(gain[one] for one in kept) - price[len(kept)].item() == pytest.approx(best, abs=1e-5)
+    short = trim(out, batch.length, batch.table, batch.page_size)
+    assert short.valid.shape[1] == out.valid.sum(1).max()
+    for b in range(len(forest)) if short is not out else ():        # the same rows, without gaps
+        rows = out.valid[b].nonzero().flatten().tolist()
+        assert short.valid[b].tolist() == [i < len(rows) for i in range(short.valid.shape[1])]
+        new = {row: i for i, row in enumerate(rows)}
+        for row, i in new.items():
+            assert [short.tokens[b, i], short.depth[b, i], short.positions[b, i]] == [out.tokens[b, row], out.depth[b, row], out.positions[b, row]]
+            assert short.parents[b, i] == new[out.parents[b, row].item()] and short.scores[b, i] == out.scores[b, row]
+            word = sum(1 << new[j] for j in range(out.valid.shape[1]) if out.words[b, row] >> j & 1)
+            assert short.words[b, i] == short.seen[b, i] == word
+            index = batch.length[b].item() + i
+            assert short.slots[b, i] == batch.table[b, index // 4] * 4 + index % 4
+
+
+def test_calibration_converges():
+    """A draft whose p is right at depth 1, too high at 2, too low at 3: after 600 rounds the gains are the true ones."""
+    true, g = {1: lambda p: p, 2: lambda p: 0.4 * p, 3: lambda p: min(1.0, 1.6 * p)}, random.Random(0)
+    trust = torch.zeros(2, 3, BINS)
+    for _ in range(600):
+        p = [g.choice([0.9, 0.5, 0.2]) for _ in range(3)]
+        _, laid, _ = laid_of([([0, 1, 2], p, 9)])
+        count = 1
+        while count <= 3 and g.random() < true[count](p[count - 1]):
+            count += 1
+        learn(laid, torch.arange(4)[None], torch.tensor([count]), trust)
+    for depth, tolerance in ((1, 0.12), (2, 0.12), (3, 0.25)):
+        for p in (0.9, 0.5):
+            expected, accepted = trust[:, depth - 1, min(int(-1.5 * math.log(p)), BINS - 1)].tolist()
+            assert min(1.0, p * (accepted + PRIOR) / (expected + PRIOR)) == pytest.approx(true[depth](p), abs=tolerance)
+
+
+def world(curve, rounds, cost, accept, seed=0, level=0.1, speed=lambda i: 1.0, wanted=3):
+    """Rounds of a machine: cost(n) seconds of a round that verifies n nodes, accept(n) tokens: (tokens, seconds, rounds that drafted)."""
+    g, tokens, seconds, drafted = random.Random(seed), 0, 0.0, 0
+    for i in range(rounds):
+        what = curve()
+        nodes = PLAIN if what == PLAIN else what or wanted
+        emitted, drafting = (1, 0.0) if nodes == PLAIN else (accept(nodes, g), level)
+        took = (cost(max(nodes, 0)) + drafting) * speed(i) * g.choice([1, 1, 1, 1.05, 1.1, 3.0 if i % 17 == 0 else 1])
+        curve.saw(nodes, emitted, took, drafting * speed(i), level * speed(i) if drafting else 0.0)
+        tokens, seconds, drafted = tokens + emitted, seconds + (cost(max(nodes, 0)) + drafting), drafted + (nodes != PLAIN)
+    return tokens, seconds, drafted
+
+
+@pytest.mark.parametrize("speed", [lambda i: 1.0, lambda i: 1.0 if i < 100 else 2.5], ids=["steady", "slower from round 100 on"])
+def test_prices_are_the_costs(speed):
+    """In tokens: the costs times the tokens a second, whatever the machine's speed, and never falling."""
+    curve, true = Curve(1, 15, 6), lambda n: 1 + 0.2 * n**0.6
+    g = random.Random(1)
+    for _ in range(40):
+        world(curve, 10, true, lambda n, g: 3, g.randrange(99), speed=speed, wanted=g.randrange(1, 13))
+    price, _ = curve.prices()
+    rate = curve.gain / (curve.spent / curve.cost[3] * true(3))
+    assert price == sorted(price) and len(price) == 16
+    assert [price[n] - price[1] for n in (3, 6, 10)] == pytest.approx([rate * (true(n) - true(1)) for n in (3, 6, 10)], rel=0.3)
+
+
+def test_a_worthless_draft_costs_little_and_may_come_back():
+    """Plain rounds when no draft token is accepted: under 3 % lost, probes included; when the draft is good again, drafting within 64."""
+    curve, true = Curve(1, 15, 6), lambda n: 1 + 0.3 * (n > 0) + 0.05 * n
+    world(curve, 60, true, lambda n, g: 1, wanted=1)
+    tokens, seconds, drafted = world(curve, 1000, true, lambda n, g: 1, wanted=1)
+    assert 8 < drafted < 25 and tokens / seconds > 0.97
+    assert world(curve, 100, true, lambda n, g: 4, wanted=3)[2] > 30 and curve.interval == 0
+    assert world(curve, 300, true, lambda n, g: g.choice([1, 2, 4, 4]), wanted=3)[2] > 290      # worth 1.9 times plain decoding: it stays
+
+
+def test_a_new_request_is_worth_a_probe():
+    known = Adaptive(Shape(4, 2, "auto"), torch.device("cpu"))
+    one, two = object(), object()
+    known.plan(False, 1, [one])
+    curve = known.curves[False, 1]
+    curve.trials, curve.rest, curve.interval, curve.cost = [], 40, 64, {PLAIN: 1.0, 1: 1.5, 2: 1.6}
+    curve.seen = {PLAIN: 9, 1: 9, 2: 9}
+    assert known.plan(False, 1, [one]) == [PLAIN] and known.plan(False, 1, [two])[0] is None and curve.rest == 0
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """costs(row, level): a world in which a row and a level of the draft cost that share of a plain round, so that no clock decides."""
+    saw = Curve.saw
+
+    def set(row, level):
+        def modelled(self, nodes, emitted, seconds, drafting=0.0, took=0.0):
+            drafted = level * (nodes != PLAIN)
+            saw(self, nodes, emitted, 1 + row * max(nodes, 0) + drafted, drafted, level if took else 0.0)
+        monkeypatch.setattr(Curve, "saw", modelled)
+    return set
+
+
+def kinds(engine):
+    """Fills with the rows of every forward of a round: 0 for a plain one."""
+    seen, run = [], engine.runner.speculator.round
+
+    def round(batch, budget=None):
+        path = run(batch, budget)
+        seen.append(int(path.valid.sum()) if budget else 0)
+        return path
+    engine.runner.speculator.round = round
+    return seen
+
+
+@pytest.mark.parametrize("dialect", ["safeailab", "torchspec"])
+def test_on_is_off(dialect, checkpoints, costs):
+    """Alone and in a batch of four: greedy, sampled, filtered, penalised; caches poisoned; trees of many sizes, accepted and rejected."""
+    target = checkpoints.target()
+    costs(0.05, 0.02)
+    with Engine(target, "none") as off, Engine(target, checkpoints.fitted(target, **DIALECTS[dialect]), page_size=4, **AUTO) as engine:
+        seen, expected = kinds(engine), [off.generate(prompt, params) for prompt, params in zip(PROMPTS, PARAMS)]
+        with spy.poisoned(engine):
+            for outputs in ([engine.generate(prompt, params) for prompt, params in zip(PROMPTS, PARAMS)], engine.generate(PROMPTS, PARAMS)):
+                for one, two, params in zip(expected, outputs, PARAMS):
+                    oracle.assert_same(one, two, off, params)
+                oracle.assert_mixed(outputs, 4)
+        assert len(set(seen)) > 6 and 0 in seen
+        assert engine.pages.free == engine.pages.total
+
+
+def test_a_random_draft_is_left_alone(checkpoints, costs):
+    """It is probed now and then; more states wait than the buffer holds, and the draft catches up; the ids are plain decoding's."""
+    target = checkpoints.target()
+    costs(0.2, 0.2)
+    draft = checkpoints.draft(target, **DIALECTS["safeailab"])
+    params = [SamplingParams(max_tokens=150, ignore_eos=True), SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.8, seed=4)]
+    with Engine(target, "none") as off, Engine(target, draft, max_length=200, page_size=4, **AUTO) as engine:
+        seen, read, catch_up = kinds(engine), [], engine.runner.speculator.catch_up
+        engine.runner.speculator.catch_up = lambda batch: read.append(batch.unread) or catch_up(batch)
+        with spy.poisoned(engine):
+            for one, two, param in zip(off.generate(PROMPTS[:2], params), engine.generate(PROMPTS[:2], params), params):
+                oracle.assert_same(one, two, off, param)
+        late = seen[20:]
+        assert 0 < sum(rows > 0 for rows in late) < 0.1 * len(late) and read and set(read) == {32}
+
+
+@pytest.mark.parametrize("rest", [1, 5, 31, 32, 40])
+def test_the_draft_comes_back_as_if_it_had_never_left(rest, checkpoints, costs):
+    """After plain rounds the draft's cache is that of one that read every state: what it accepts then is what it accepts from a fresh prompt."""
+    target = checkpoints.target()
+    costs(0.0, 0.0)
+    with Engine(target, checkpoints.fitted(target, **DIALECTS["nvidia"]), **AUTO) as engine:
+        engine.generate(PROMPTS[2], GREEDY)
+        curve = engine.runner.adaptive.curves[False, 1]
+        plan, left, engine.runner.adaptive.trust[:] = curve.__call__, [rest], 0
+
+        def planned():
+            left[0] -= 1
+            return PLAIN if left[0] >= 0 else 8
+        curve.trials = []
+        engine.runner.plan = lambda requests: [None, [0.0] * 9 + [adapt.NEVER] * 7, 0.0] if planned() != PLAIN else [PLAIN]
+        out = engine.generate(PROMPTS[2], SamplingParams(max_tokens=70, ignore_eos=True))
+        assert out.accepted[:rest] == [0] * rest and sum(out.accepted) > 0
+        left[0], engine.runner.adaptive.trust[:] = 0, 0
+        fresh = engine.generate(out.prompt_ids + out.ids[:rest], SamplingParams(max_tokens=70 - rest, ignore_eos=True))
+        assert fresh.ids == out.ids[rest:] and fresh.accepted == out.accepted[rest:]
+
+
+@pytest.mark.parametrize("row, level", [(0.05, 0.02), (0.4, 0.5)], ids=["cheap", "dear"])
+def test_replayed_rounds(row, level, checkpoints, costs, monkeypatch):
+    """As tests/test_graphs.py: rows stay in place and are masked, prices change between replays; plain rounds are replayed too."""
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(trees, "trim", lambda laid, *_: laid)
+    monkeypatch.setattr(adapt.Budget, "enough", lambda *_: False)
+    target = checkpoints.target()
+    costs(row, level)
+    prompts = [[7, 301, 45], [12], list(range(100, 140)), [500, 4, 4, 88], [9] * 16]
+    params = [SamplingParams(max_tokens=40 + 7 * i, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
+    with Engine(target, "none") as off, Engine(target, checkpoints.fitted(target, **DIALECTS["torchspec"]), max_batch=3, **AUTO) as engine:
+        engine.runner.graphs = graphs.Graphs(engine.runner)
+        engine.runner.graphs.warm(None)
+        for some in (slice(0, 5), slice(2, 3)):
+            outputs = engine.generate(prompts[some], params[some])
+            for one, two, param in zip(off.generate(prompts[some], params[some]), outputs, params[some]):
+                oracle.assert_same(one, two, off, param)
+            oracle.assert_mixed(outputs, 4)
+        curves = engine.runner.adaptive.curves
+        assert {size for _, size in curves} >= {1, 2, 3} and all(captured for captured, _ in curves)
+        seen = [sum(curve.seen.get(n, 0) for curve in curves.values()) for n in (PLAIN, *range(16))]
+        assert seen[0] > (60 if row > 0.1 else 3) and sum(seen[1:]) > 20
+
+
+@pytest.mark.parametrize("options", [dict(nodes="many"), dict(nodes="auto", draft="none"), dict(nodes=[4])])
+def test_what_is_refused(options, checkpoints):
+    with pytest.raises(MinispecError, match="nodes"):
+        Engine(checkpoints.target(), **{"draft": checkpoints.draft(checkpoints.target()), **options})
+
+
+def test_auto_of_no_steps_is_plain():
+    assert (Shape(0, 4, "auto").nodes, Shape(0, 4, "auto").adaptive) == (0, False)
+    assert (Shape(6, 4, "auto").nodes, Shape(2, 1, "auto").nodes, Shape(6, 4, "auto").adaptive) == (15, 2, True)
