@@ -1,7 +1,7 @@
 """After the target's choice: which rows it agrees with, and the move that makes their cache entries permanent."""
 import torch
 
-from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
+from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 
 
 def accept(tokens, parents, valid, words, choice, logprobs, finite):
@@ -85,9 +85,7 @@ def move_ref(cache, table, page_size, length, rows, count):
 @jit
 def _accept(p_tokens, p_parents, p_valid, p_words, p_choice, p_logprobs, p_finite, p_rows, p_count, p_following, p_logs, rows,
             LOGPROBS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_row, i_batch = tl.arange(0, ROWS), tl.program_id(0)
     real, base = i_row < rows, tl.program_id(0) * rows
     at = base + i_row
@@ -110,9 +108,7 @@ def _accept(p_tokens, p_parents, p_valid, p_words, p_choice, p_logprobs, p_finit
 
 @jit
 def _publish(p_count, p_tokens, p_state, p_out, batch, size, R: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_b, i_r = tl.program_id(0).to(tl.int64), tl.arange(0, R)
     count = tl.load(p_count + i_b)
     moved = count * tl.load(p_state + 4 * batch + i_b)
@@ -127,9 +123,7 @@ def _publish(p_count, p_tokens, p_state, p_out, batch, size, R: tl.constexpr, PD
 @jit
 def _move(p_cache, p_table, p_length, p_rows, p_count, layer_stride, pages, rows, width, PAGE: tl.constexpr, ROWS: tl.constexpr,
           WIDTH: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_layer, i_batch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_j, i_column = tl.arange(0, ROWS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     length = tl.load(p_length + i_batch)

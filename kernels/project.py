@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from minispec.kernels.fused_linear import ROWS, SMALL, configure, dot_type, few, fused_linear, fused_linear_ref, inputs, product, rms_norm
-from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
+from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ def heads_front(x, weight, norm, eps, *, index, second, norm2, take, q_norm, k_n
     x, second = x.flatten(0, -2), None if named["second"] is None else named["second"].flatten(0, -2)
     c = configure(*weight.shape, x.element_size())
     _heads_front[heads + 2 * kv_heads, -(-rows // ROWS)](
-        x, second, norm, named["norm2"], weight.contiguous(), named["index"], named["take"], q_norm, k_norm, angles.cos, angles.sin, angles.positions, slots,
-        cache, out, rows, x.stride(0), 0 if second is None else second.stride(0), cache.stride(0), cache.stride(1), eps, H=heads, KV=kv_heads,
-        D=depth, DH=max(8, power_of_two(depth // 2)), FUSED=fused, QK=q_norm is not None, PAIRS=angles.interleaved,
-        INDEX=named["index"] is not None, TAKE=named["take"] is not None, **inputs(c, weight.shape[1], x.shape[-1], norm, named["norm2"], dtype), num_warps=c.SPLIT,
-        num_stages=c.stages, **pdl(x))
+        x, second, norm, named["norm2"], weight.contiguous(), named["index"], named["take"], q_norm, k_norm, angles.cos, angles.sin,
+        angles.positions, slots, cache, out, rows, x.stride(0), 0 if second is None else second.stride(0), *cache.stride()[:2], eps, H=heads,
+        KV=kv_heads, D=depth, DH=max(8, power_of_two(depth // 2)), FUSED=fused, QK=q_norm is not None, PAIRS=angles.interleaved,
+        INDEX=named["index"] is not None, TAKE=named["take"] is not None,
+        **inputs(c, weight.shape[1], x.shape[-1], norm, named["norm2"], dtype), num_warps=c.SPLIT, num_stages=c.stages, **pdl(x))
     return out
 
 
@@ -184,14 +184,12 @@ def _latent_front(p_a, p_q, p_qnorm, p_qb, p_kvnorm, p_kvb, p_cos, p_sin, p_posi
                      other=0.0)
         start = head * (NOPE + ROPE)
         if FUSED:
-            q = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, start + tl.minimum(i_n, NOPE - 1), i_row, rows, s_a, s_a, eps, K, K1, NORM,
-                        BK, SPLIT, ROWS, DOT, False, False, PDL)
+            q = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, start + tl.minimum(i_n, NOPE - 1), i_row, rows, s_a, s_a, eps, K,
+                        K1, NORM, BK, SPLIT, ROWS, DOT, False, False, PDL)
             r = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, start + NOPE + channel, i_row, rows, s_a, s_a, eps, K, K1, NORM,
                         BK, SPLIT, ROWS, DOT, False, False, 0).to(T).to(tl.float32)
         else:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
+            follow(PDL)
             q = tl.load(p_q + at[None, :] * s_q + start + i_n[:, None], mask=(i_n < NOPE)[:, None] & real[None, :], other=0.0)
             r = tl.load(p_q + at[None, :] * s_q + start + NOPE + channel[:, None], mask=turns, other=0.0).to(tl.float32)
         latent = tl.dot(uk.to(DOT), q.to(T).to(DOT), input_precision="ieee")
@@ -201,9 +199,7 @@ def _latent_front(p_a, p_q, p_qnorm, p_qb, p_kvnorm, p_kvb, p_cos, p_sin, p_posi
         r = _turn(r, p_cos, p_sin, channel, position, turns, ROPE, RP, ROWS)
         tl.store(p_query + RANK + channel[:, None], r.to(T), mask=turns & (i_2 >= tile * 2 * RP)[:, None])       # the first tile's
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        follow(PDL)
         i_l = tl.arange(0, RANKP)
         mask = (i_l < RANK)[:, None] & real[None, :]
         p_row = p_a + (at[None, :] * s_a + FIRST)
@@ -227,9 +223,7 @@ def _latent_lift(p_part, p_lse, p_kvb, p_out, rows, splits, H: tl.constexpr, NOP
     real, at = i_row < rows, i_row.to(tl.int64) * H + head
     p_uv = p_kvb + (head * (NOPE + V) + NOPE + i_v[:, None]).to(tl.int64) * RANK
     uv = tl.load(p_uv + i_k[None, :], mask=(i_v < V)[:, None] & (i_k < RANK)[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     total = tl.zeros([ROWS], tl.int64) + rows * H
     if MERGE:
         top, weight = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -257,10 +251,10 @@ def _latent_lift(p_part, p_lse, p_kvb, p_out, rows, splits, H: tl.constexpr, NOP
 
 
 @jit
-def _heads_front(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, p_qnorm, p_knorm, p_cos, p_sin, p_positions, p_slots, p_cache, p_out, rows, s_x, s_y,
-                 s_slot, s_kv, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DH: tl.constexpr, FUSED: tl.constexpr,
-                 QK: tl.constexpr, PAIRS: tl.constexpr, INDEX: tl.constexpr, TAKE: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr,
-                 BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr):
+def _heads_front(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, p_qnorm, p_knorm, p_cos, p_sin, p_positions, p_slots, p_cache, p_out, rows,
+                 s_x, s_y, s_slot, s_kv, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DH: tl.constexpr, FUSED: tl.constexpr,
+                 QK: tl.constexpr, PAIRS: tl.constexpr, INDEX: tl.constexpr, TAKE: tl.constexpr, K: tl.constexpr, K1: tl.constexpr,
+                 NORM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr):
     """One head of queries, keys or values a program."""
     T: tl.constexpr = p_out.dtype.element_ty
     head, i_row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -270,9 +264,7 @@ def _heads_front(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, p_qnorm, p_kno
         x = product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, head * D + channel, i_row, rows, s_x, s_y, eps, K, K1, NORM, BK, SPLIT, ROWS,
                     DOT, INDEX, TAKE, PDL).to(T).to(tl.float32)
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        follow(PDL)
         x = tl.load(p_x + at[None, :] * s_x + head * D + channel[:, None], mask=mask, other=0.0).to(tl.float32)
     i_head = head + tl.zeros([2 * DH], tl.int32)
     query, value = (i_head < H)[:, None], (i_head >= H + KV)[:, None]

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import torch
 
-from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
+from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 
 
 class Frontier(NamedTuple):
@@ -178,9 +178,7 @@ def slots_at(p_table, index, mask, PAGE: tl.constexpr):
 def _level(p_tokens, p_logp, p_fscores, p_findex, p_fwords, p_pool_tokens, p_pool_scores, p_pool_parents, p_scores, p_ints, p_length, p_table,
            batch, size, base, entry, depth, s_table, ROWS: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
            FIRST: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_b, i_c, i_k = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, KP)
     real, live, n = i_c < ROWS * TOPK, i_k < TOPK, ROWS * TOPK
     score = tl.load(p_logp + i_b * n + i_c, mask=real, other=0.0)
@@ -224,9 +222,7 @@ def _level(p_tokens, p_logp, p_fscores, p_findex, p_fwords, p_pool_tokens, p_poo
 def _plant(p_tokens, p_scores, p_parents, p_pending, p_length, p_room, p_table, p_ints, p_valid, batch, s_table, ENTRIES: tl.constexpr,
            P: tl.constexpr, NODES: tl.constexpr, R: tl.constexpr, TOPK: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr,
            PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_b, i_r, i_p = tl.program_id(0).to(tl.int64), tl.arange(0, R), tl.arange(0, P)
     live = i_r <= NODES
     pending, length, room = tl.load(p_pending + i_b), tl.load(p_length + i_b), tl.load(p_room + i_b)

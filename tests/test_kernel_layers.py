@@ -257,9 +257,9 @@ def test_an_engine_on_the_kernels_is_the_engine(attention, checkpoints, monkeypa
     for kernels in (True, False):
         if not kernels:
             monkeypatch.undo()
-        with Engine(target, folder, device=DEVICE, dtype="float32", max_length=64, draft_steps=2, topk=2, nodes=4) as engine:
+        with Engine(target, folder, device=DEVICE if kernels else "cpu", dtype="float32", max_length=64, draft_steps=2, topk=2, nodes=3) as engine:
             for tensor in [*engine.target.parameters.values(), *engine.draft.parameters.values()] * kernels:
                 tensor.data = tensor.contiguous()       # as on a GPU
-            out = engine.generate([44, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+            out = engine.generate([9, 4], SamplingParams(max_tokens=6, ignore_eos=True))
             found.append((out.ids, out.accepted))
     assert found[0] == found[1] and 0 < sum(found[0][1]) < 2 * len(found[0][1])
