@@ -119,7 +119,8 @@ def _share(p_ids, p_weights, e, i_m, valid, TOPK: tl.constexpr, KP: tl.constexpr
 
 
 @jit
-def active_list(p_ids, p_weights, p_active, p_dense, rows, E: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+def active_list(p_ids, p_weights, p_active, p_dense, rows, E: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr,
+                ROWS: tl.constexpr):
     """active[slot] = e | the rows that take it as bits << 16, for the active experts e in ascending order, -1 past the last; active[-1]
     how many there are; dense [slot, ROWS] the expert's weight in each row."""
     slot, i_m = tl.program_id(0), tl.arange(0, ROWS)

@@ -67,14 +67,19 @@ def latent_front(a, q_norm, q_b, kv_norm, kv_b, nope, eps, angles, slots, cache,
 
 
 def latent_front_ref(a, q_norm, q_b, kv_norm, kv_b, nope, eps, angles, slots, cache, exact=False):
+    q_nope, q_rope = latent_queries(a, q_norm, q_b, kv_norm, kv_b, nope, eps, angles, slots, cache)
+    return torch.cat([torch.matmul(q_nope.transpose(1, 2), kv_b[:, :nope]).transpose(1, 2), q_rope], -1)
+
+
+def latent_queries(a, q_norm, q_b, kv_norm, kv_b, nope, eps, angles, slots, cache):
+    """The same, but for UK: (q_nope [B, R, H, nope], q_rope [B, R, H, rope])."""
     rank, rope = kv_b.shape[-1], angles.cos.shape[-1]
     q, latent, k_rope = a.split([a.shape[-1] - rank - rope, rank, rope], -1)
     if q_b is not None:
         q = fused_linear_ref(q, q_b, q_norm, eps)
     q_nope, q_rope = q.unflatten(-1, (len(kv_b), nope + rope)).split([nope, rope], -1)
     cache[slots] = torch.cat([rms_norm(latent, kv_norm, eps).unsqueeze(2), angles.rotate(k_rope.unsqueeze(2))], -1)
-    q_latent = torch.matmul(q_nope.transpose(1, 2), kv_b[:, :nope]).transpose(1, 2)                    # [B, R, H, rank]
-    return torch.cat([q_latent, angles.rotate(q_rope)], -1)
+    return q_nope, angles.rotate(q_rope)
 
 
 def latent_lift(part, lse, kv_b, nope, exact=False):

@@ -24,6 +24,7 @@ class View:
 
     exact: on the GPU no bit of a row depends on the rows beside it, nor on where in the tail its ancestors lie: they are taken in path
     order, as plain decoding would, in splits of EXACT, in tiles of one row's heads. It costs most where there are few heads.
+    chain: the rows are the last of `extent` entries, each seeing all up to itself.
     """
     table: torch.Tensor
     page_size: int
@@ -32,6 +33,7 @@ class View:
     words: torch.Tensor
     extent: int
     exact: bool = False
+    chain: bool = False
 
     @cached_property
     def index(self):

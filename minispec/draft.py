@@ -6,7 +6,7 @@ import torch
 from minispec.batch import Rows
 from minispec.choice import draft_logits
 from minispec.kernels.fused_linear import fused_linear, rms_norm
-from minispec.kernels.project import heads_front, latent_front
+from minispec.kernels.project import heads_front
 from minispec.kernels.tree import Pool, level
 from minispec.kernels.tree_attention import tree_attention
 from minispec.kernels.view import View

@@ -43,23 +43,23 @@ class Engine:
     target, draft: checkpoint folders; neither: the default pair; draft="none": plain decoding. device: "auto", "cpu", "cuda", "cuda:N".
     dtype: "auto" (float32 on CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16". draft_steps: levels of the draft tree (0: plain);
     topk: children tried per node; nodes: draft tokens verified a round (default draft_steps). max_batch: requests at once;
-    max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a
-    forward; capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py);
-    latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's logits have the
-    same bits in any company. tensor_parallel: ranks that share the model (launch.py starts them); expert_parallel: routed experts are
-    dealt whole, not cut; shard_latent: q_a and kv_a are cut too, for one more gather a layer. patience: seconds without
+    max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a forward
+    (default 2048 on CUDA, 256 on CPU); capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say
+    (weights/draft.py); latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's
+    logits have the same bits in any company. tensor_parallel: ranks that share the model (launch.py starts them); expert_parallel: routed
+    experts are dealt whole, not cut; shard_latent: q_a and kv_a are cut too, for one more gather a layer. patience: seconds without
     progress after which a run of several ranks is ended (watch.Team). progress(done, total, what): called as tensors are read and rounds
     captured. Bad input raises MinispecError.
     """
 
     def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=None,
-                 expert_parallel=False, shard_latent=False, max_batch=8, max_length=None, chunk=256, page_size=16, capture=None,
+                 expert_parallel=False, shard_latent=False, max_batch=8, max_length=None, chunk=None, page_size=16, capture=None,
                  capture_convention=None, d2t=None, latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None,
                  norm_output=None, cuda_graphs=True, exact=False, patience=20, progress=None, team=None):
         options, size, world = {name: value for name, value in locals().items() if name not in LOCAL}, size_of(tensor_parallel), environment()
         if world and world[0] and not team:
             serve(Engine)               # does not return
-        for name, value, most in (("max_batch", max_batch, 1024), ("chunk", chunk, 2**16), ("page_size", page_size, 2**12),
+        for name, value, most in (("max_batch", max_batch, 1024), ("chunk", 1 if chunk is None else chunk, 2**16), ("page_size", page_size, 2**12),
                                   ("max_length", 1 if max_length is None else max_length, 2**31)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
                 raise MinispecError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
@@ -73,9 +73,8 @@ class Engine:
                 raise MinispecError(f"{name} is {value!r}; give the folder of a checkpoint")
         if draft is None and target is not None:
             raise MinispecError('a target without a draft: give draft=DIR, or draft="none" for plain decoding')
-        flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_before_fc": norm_before_fc,
-                 "norm_output": norm_output}
-        overrides = {name: value for name, value in flags.items() if value is not None}
+        overrides = {name: value for name, value in dict(norm_before_residual=norm_before_residual, fc_norm=fc_norm, norm_output=norm_output,
+                                                         norm_before_fc=norm_before_fc).items() if value is not None}
         given = {"nodes": nodes or None, "capture_convention": capture_convention, "d2t": d2t, **overrides}
         if draft == "none" and (unread := [f"{name}={value!r}" for name, value in given.items() if value is not None]):
             raise MinispecError(f'{", ".join(unread)} is about a draft, and draft="none" leaves it out: drop one or the other')
@@ -85,7 +84,7 @@ class Engine:
             if self.device.index is not None:
                 raise MinispecError(f"device {device!r} is one GPU, and {size} ranks need one each: give cuda")
             self.device = resolve_device(f"cuda:{world[2] if world else 0}")
-        self.dtype = resolve_dtype(dtype, self.device)
+        self.dtype, chunk = resolve_dtype(dtype, self.device), chunk or (2048 if self.device.type == "cuda" else 256)
         if exact and self.device.type == "cpu":
             raise MinispecError("exact=True is about the kernels on CUDA; on the CPU give dtype float32 and leave it out")
         self._number, self.team = 0, team or start(size, patience, options)
@@ -111,13 +110,12 @@ class Engine:
                 if shape.steps and topk > found.config.draft_vocab_size:
                     raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")
             self.draft_config, self.shape, self.max_batch = found and found.config, shape, max_batch
-            self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}",
-                           f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None",
-                           *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items())]
             self.runner = Runner(target, config, found, shape, self.device, self.dtype, self.ranks, capture=self.capture,
                                  max_batch=max_batch, max_length=max_length, chunk=chunk, page_size=page_size, exact=exact,
                                  cuda_graphs=cuda_graphs, progress=progress)
-            self.report += self.runner.report
+            self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}",
+                           f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None",
+                           *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items()), *self.runner.report]
             self.max_length, self.pages = self.runner.max_length, self.runner.pages
             self.scheduler = Scheduler(self.pages, max_batch, chunk, shape.scratch)
             self._inbox, self.closed = {}, False

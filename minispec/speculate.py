@@ -91,5 +91,5 @@ class Speculator:
         """The target over a chain of true tokens [B, R] at positions length, length + 1, ...: (hidden [B, R, h], states [B, R, A * h])."""
         index = batch.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         rows = batch.rows(tokens, index, index, prefix=index + 1, words=torch.zeros_like(index), extent=batch.longest + tokens.shape[1],
-                          exact=batch.exact)
+                          exact=batch.exact, chain=len(tokens) == 1)
         return self.target(rows, self.target_cache, capture)

@@ -7,7 +7,7 @@ from minispec.kernels.fused_linear import fused_linear, rms_norm
 from minispec.kernels.linear import linear, rowwise
 from minispec.kernels.moe import moe
 from minispec.kernels.route import ffn_front
-from minispec.layers import Rotary, allocate, embed, latent_project, mla_attend, mlp, namespaces
+from minispec.layers import Rotary, allocate, embed, expands, latent_project, mla_attend, mla_prefill, mlp, namespaces
 from minispec.ranks import ALONE
 
 
@@ -31,12 +31,16 @@ class Target:
         c, eps, exact, ranks = self.config, self.config.rms_norm_eps, rows.view.exact, self.ranks
         x, entering = embed(rows.tokens, self.embed, c.vocab_size, ranks), {}
         angles = self.rotary.at(rows.positions)
+        lifted = expands(rows.view, rows.tokens.shape[1], self.layers[0].kv_b[..., 0].numel())
         for i, layer in enumerate(self.layers):
             if i in capture:
                 entering[i] = x
             a = fused_linear(x, layer.qkv_a, layer.attn_norm, eps, exact=exact)
-            q = latent_project(layer, a, cache[i], rows.slots, angles, c, ranks, exact)
-            x = mla_attend(layer, q, x, cache[i], rows.view, c, ranks)
+            if lifted:
+                x = mla_prefill(layer, a, x, cache[i], rows, angles, c, ranks)
+            else:
+                q = latent_project(layer, a, cache[i], rows.slots, angles, c, ranks, exact)
+                x = mla_attend(layer, q, x, cache[i], rows.view, c, ranks)
             x = rowwise(partial(self.experts, layer), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
         entering[len(self.layers)] = x
         states = torch.cat([entering[i] for i in capture], -1) if capture else x[..., :0]
