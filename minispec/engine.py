@@ -73,8 +73,8 @@ class Engine:
                 raise MinispecError(f"{name} is {value!r}; give the folder of a checkpoint")
         if draft is None and target is not None:
             raise MinispecError('a target without a draft: give draft=DIR, or draft="none" for plain decoding')
-        overrides = {name: value for name, value in dict(norm_before_residual=norm_before_residual, fc_norm=fc_norm, norm_output=norm_output,
-                                                         norm_before_fc=norm_before_fc).items() if value is not None}
+        flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_before_fc": norm_before_fc, "norm_output": norm_output}
+        overrides = {name: value for name, value in flags.items() if value is not None}
         given = {"nodes": nodes or None, "capture_convention": capture_convention, "d2t": d2t, **overrides}
         if draft == "none" and (unread := [f"{name}={value!r}" for name, value in given.items() if value is not None]):
             raise MinispecError(f'{", ".join(unread)} is about a draft, and draft="none" leaves it out: drop one or the other')
@@ -141,8 +141,7 @@ class Engine:
     def generate(self, prompts, params=None):
         """Text, token ids, or a list of either -> Output, or a list of Outputs. params: one SamplingParams for all, or one each."""
         requests, single = self._requests(prompts, params)
-        for _ in self._run(requests):
-            pass
+        deque(self._run(requests), maxlen=0)
         outputs = [request.output() for request in requests]
         return outputs[0] if single else outputs
 
