@@ -3,37 +3,13 @@
     latent_front    the second half of MLA's projections: q_b, absorption of UK, rotation of queries and key, norm of the latent, cache write
     latent_lift     after attention: the splits merged, then lifted by UV
     heads_front     projections of MHA or GQA with their norms, rotation and cache write
-"""
-from dataclasses import dataclass
-from functools import cached_property
 
+Angles are those of minispec/layers.py.
+"""
 import torch
 
 from minispec.kernels.fused_linear import ROWS, SMALL, configure, dot_type, few, fused_linear, fused_linear_ref, inputs, product, rms_norm
 from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
-
-
-@dataclass(frozen=True)
-class Angles:
-    """Rotary embedding at positions int64 [B, R], contiguous: x * cos + x[partner] * sin, the sign of the rotation inside sin.
-
-    cos, sin fp32 [length, dim]; partner int64 [dim]: the channel that a channel is rotated with; interleaved: pairs are neighbours.
-    """
-    cos: torch.Tensor
-    sin: torch.Tensor
-    partner: torch.Tensor
-    interleaved: bool
-    positions: torch.Tensor
-
-    @cached_property
-    def gathered(self):
-        """(cos, sin) fp32 [B, R, 1, dim], once a forward for all layers and heads."""
-        return self.cos[self.positions].unsqueeze(2), self.sin[self.positions].unsqueeze(2)
-
-    def rotate(self, x):
-        """x [B, R, heads, dim] -> the same, rotated in fp32."""
-        cos, sin = self.gathered
-        return torch.addcmul(x * cos, x.index_select(-1, self.partner), sin).to(x.dtype)
 
 
 def latent_front(a, q_norm, q_b, kv_norm, kv_b, nope, eps, angles, slots, cache, exact=False):

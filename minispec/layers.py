@@ -1,4 +1,6 @@
 """The pieces that target and draft share: rotary embedding, SwiGLU and the output of latent attention (MLA)."""
+from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 
 import torch
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from minispec.kernels.fused_linear import fused_linear
 from minispec.kernels.linear import linear
 from minispec.kernels.prefill import prefill_attention
-from minispec.kernels.project import Angles, latent_front, latent_lift, latent_queries
+from minispec.kernels.project import latent_front, latent_lift, latent_queries
 from minispec.kernels.tree_attention import tree_attention
 
 
@@ -17,8 +19,31 @@ def mlp(x, p, norm, eps, ranks, exact=False):
     return ranks.sum(fused_linear(inner, p.down, residual=ranks.once(x), exact=exact))
 
 
+@dataclass(frozen=True)
+class Angles:
+    """Rotary embedding at positions int64 [B, R], contiguous: x * cos + x[partner] * sin, the sign of the rotation inside sin.
+
+    cos, sin fp32 [length, dim]; partner int64 [dim]: the channel that a channel is rotated with; interleaved: pairs are neighbours.
+    """
+    cos: torch.Tensor
+    sin: torch.Tensor
+    partner: torch.Tensor
+    interleaved: bool
+    positions: torch.Tensor
+
+    @cached_property
+    def gathered(self):
+        """(cos, sin) fp32 [B, R, 1, dim], once a forward for all layers and heads."""
+        return self.cos[self.positions].unsqueeze(2), self.sin[self.positions].unsqueeze(2)
+
+    def rotate(self, x):
+        """x [B, R, heads, dim] -> the same, rotated in fp32."""
+        cos, sin = self.gathered
+        return torch.addcmul(x * cos, x.index_select(-1, self.partner), sin).to(x.dtype)
+
+
 class Rotary:
-    """Tables of the rotary embedding in the form of kernels.project.Angles, one for both layouts.
+    """Tables of the rotary embedding in the form of Angles, one for both layouts.
 
     rope: config.Rope; the tables hold `length` positions, fp32 [length, dim]. They are sized by the longest position that the
     engine can reach, never by the model's own max_position_embeddings (reads past a short table are silent elsewhere).
