@@ -83,7 +83,7 @@ class Engine:
         if size > 1 and self.device.type == "cuda":
             if self.device.index is not None:
                 raise MinispecError(f"device {device!r} is one GPU, and {size} ranks need one each: give cuda")
-            self.device = resolve_device(f"cuda:{world[2] if world else 0}")
+            self.device = resolve_device(f"cuda:{team.local if team else world[2] if world else 0}")
         self.dtype, chunk = resolve_dtype(dtype, self.device), chunk or (2048 if self.device.type == "cuda" else 256)
         if exact and self.device.type == "cpu":
             raise MinispecError("exact=True is about the kernels on CUDA; on the CPU give dtype float32 and leave it out")
