@@ -5,8 +5,8 @@ from time import perf_counter
 
 from minispec.bench import report
 from minispec.bench.readings import (Prompt, by_kind, copy_bandwidth, difference, draft_bytes, environment, interval, mix, spread, target_bytes,
-                                     timed, uniform)
-from minispec.bench.watch import Watch
+                                     timed)
+from minispec.bench.trace import Trace
 from minispec.errors import MinispecError
 from minispec.params import SamplingParams
 from minispec.speculate import Shape
@@ -45,7 +45,7 @@ def shapes(steps=None, topk=None, nodes=None):
             except MinispecError as error:
                 refused = error
                 continue
-            if nodes or topk or children == 1 or shape.nodes != 1:         # one node is a chain, whatever else was tried
+            if nodes or children == 1 or shape.nodes != 1:         # one node is a chain, whatever else was tried
                 found[shape] = (levels, children, count)
     if not found:
         raise MinispecError(f"--sweep: no setting can be: {refused}")
@@ -73,7 +73,7 @@ def compare(engine, prompts, params, repeats, say, progress, sweep=(), batches=(
     for asked in sweep:
         other = Setting(engine.reshaped(*asked))
         settings += [other] * (other.name not in [one.name for one in settings])
-    rate, one_row = copy_bandwidth(engine.device), target_bytes(engine, engine.target_config.num_experts_per_tok)
+    rate, one_row = copy_bandwidth(engine.device), target_bytes(engine, 1)
     result = {**settings[0].name, "prompts": len(prompts), "max_tokens": params.max_tokens, "repeats": repeats, "sampling": asdict(params),
               "environment": environment(engine.device), "dtype": str(engine.dtype).removeprefix("torch."), "bytes_token": one_row,
               "copy_bytes_per_s": rate}
@@ -88,9 +88,9 @@ def compare(engine, prompts, params, repeats, say, progress, sweep=(), batches=(
     report.ids(settings, kinds, say)
     result |= acceptance(settings[0].outputs, engine.draft_steps)
     result["loops"] = [i for i, out in enumerate(settings[0].outputs) if distinct_bigrams(out.ids) < LOOP]
-    rounds = watched(engine, prompts, params, progress)
+    rounds = traced(engine, prompts, params, progress)
     result |= inside(rounds, range(len(prompts)))
-    result |= bound(engine, result, rounds)
+    result |= bound(engine, result)
     result["kinds"] = {kind: describe(settings[0], rounds, [i for i, of in enumerate(kinds) if of == kind]) for kind in dict.fromkeys(kinds)}
     report.ceiling(engine, result, say)
     if settings[0].equal:
@@ -124,14 +124,14 @@ def acceptance(outputs, draft_steps):
     return {**Acceptance.of(outputs, draft_steps).as_dict(), "interval": interval(outputs), "distinct_bigrams": sum(shares) / len(shares)}
 
 
-def watched(engine, prompts, params, progress):
-    """Watched rounds of each prompt; None where several GPUs share a round."""
+def traced(engine, prompts, params, progress):
+    """Traced rounds of each prompt; None where several GPUs share a round."""
     if engine.team and engine.device.type == "cuda":
         return None
-    with Watch(engine) as watch:
-        watch.rounds(prompts[0].prompt, params)         # what is captured or compiled now
+    with Trace(engine) as trace:
+        trace.rounds(prompts[0].prompt, params)         # what is captured or compiled now
         count = counted(len(prompts), "prompts looked into", progress)
-        return [step(count, watch.rounds(one.prompt, params)) for one in prompts]
+        return [step(count, trace.rounds(one.prompt, params)) for one in prompts]
 
 
 def inside(rounds, chosen):
@@ -146,10 +146,9 @@ def inside(rounds, chosen):
             "experts": round(sum(experts) / len(experts), 3) if experts else None}
 
 
-def bound(engine, result, rounds):
+def bound(engine, result):
     """What a round must read, and the speed-up if that were all that takes time."""
-    experts = result["experts"] if rounds else uniform(engine.target_config, engine.shape.nodes + 1)
-    verify = target_bytes(engine, experts or 0)
+    verify = target_bytes(engine, engine.shape.nodes + 1, result["experts"])
     size = verify + engine.draft_steps * draft_bytes(engine)
     length = result["acceptance_length"]
     return {"bytes_verify": verify, "bytes_round": size, "speedup_ceiling": length and length * result["bytes_token"] / size}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from minispec import __version__
-from minispec.device import available
+from minispec.device import available, read_bytes
 from minispec.errors import MinispecError
 from minispec.kernels.choose import Sampling, process
 from minispec.kernels.noise import noised
@@ -78,17 +78,9 @@ def copy_bandwidth(device, size=1 << 28):
     return 2 * source.nbytes / best
 
 
-def uniform(config, rows):
-    """Distinct experts a layer that `rows` rows take under independent uniform routing, k of E a row: E * (1 - (1 - k / E) ** rows)."""
-    return config.n_routed_experts * (1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows)
-
-
-def target_bytes(engine, experts):
-    """Weight bytes that a forward reads which takes that many distinct experts a layer: everything else once, but for the embedding."""
-    config, parameters = engine.target_config, engine.target.parameters
-    routed = sum(tensor.nbytes for name, tensor in parameters.items() if name.removesuffix("_scale").endswith((".w13", ".w2")))
-    unread = routed * (1 - experts / config.n_routed_experts) if routed else 0
-    return sum(tensor.nbytes for name, tensor in parameters.items() if name != "embed") - unread
+def target_bytes(engine, rows, experts=None):
+    """Weight bytes that a forward over `rows` rows reads on this device; experts: distinct ones a layer, where measured."""
+    return read_bytes({name: tensor.nbytes for name, tensor in engine.target.parameters.items()}, engine.target_config, rows, experts)
 
 
 def draft_bytes(engine):

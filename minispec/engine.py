@@ -134,13 +134,10 @@ class Engine:
         return self.reshaped(0)
 
     def reshaped(self, draft_steps, topk=4, nodes=None):
-        """An engine that shares this one's weights and caches and drafts another tree. Both work until this one is closed."""
+        """An engine that shares this one's weights and caches and drafts another tree."""
         self._check_open()
         shape, engine = Shape(draft_steps, topk, nodes), copy(self)
-        if shape.steps:
-            if self.draft is None:
-                raise MinispecError(f"draft_steps={shape.steps}: this engine has no draft; make one with a draft")
-            shape.check(self.draft_config)
+        shape.check(self.draft and self.draft.config)
         engine._whole, engine._number = self, id(engine)        # the ranks end with the engine that has them
         with self._announce("reshaped", engine._number, draft_steps, topk, nodes):
             engine.shape, engine.runner = shape, self.runner.reshaped(shape)

@@ -98,7 +98,7 @@ CHOICE = (
 )
 BENCH = (
     click.option("--prompts", "file", metavar="FILE",
-                 help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}, "kind" if you like; 40 prompts of 5 kinds come with minispec.'),
+                 help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}, and a "kind" if there is one; by default 40 prompts of 5 kinds.'),
     click.option("--per-kind", type=click.IntRange(1), help="Only so many prompts of each kind, the first ones."),
     click.option("--max-tokens", type=int, default=96, show_default=True),
     click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times that each prompt runs in each mode."),
@@ -107,7 +107,7 @@ BENCH = (
     click.option("--sweep", is_flag=True, help="Also other trees, draft-steps x topk x nodes, and which is best; long: see --per-kind."),
     click.option("--sweep-draft-steps", type=COUNTS, help="Of a sweep; default 1,2,3,4,6,8."),
     click.option("--sweep-topk", type=COUNTS, help="Of a sweep; default 1,4."),
-    click.option("--sweep-nodes", type=NODES, help="Of a sweep; default: as many as draft-steps, and twice as many. What no tree can hold is left out."),
+    click.option("--sweep-nodes", type=NODES, help="Of a sweep; default: draft-steps, and twice that. What no tree can hold is left out."),
     click.option("--plot", metavar="FILE.png", help="Draw acceptance by depth and speed-up by setting (extra plot)."),
     click.option("--json", "json_file", metavar="FILE", help="Write the result here as well."),
 )

@@ -34,7 +34,9 @@ class Shape:
                                 f"{WORD} can be told apart: lower draft_steps or topk")
 
     def check(self, config):
-        """MinispecError where a draft, described by its DraftConfig, has too few ids for this shape."""
+        """MinispecError where a draft, described by its DraftConfig or None for no draft, cannot have this shape."""
+        if self.steps and config is None:
+            raise MinispecError(f"draft_steps={self.steps}: this engine has no draft; make one with a draft")
         if self.steps and self.topk > config.draft_vocab_size:
             raise MinispecError(f"topk={self.topk}: the draft proposes one of {config.draft_vocab_size} ids; give at most that")
 

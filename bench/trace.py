@@ -9,7 +9,7 @@ import torch
 from minispec.graphs import Graphs
 
 
-class Watched(NamedTuple):
+class Traced(NamedTuple):
     """A round: seconds of it in all, drafting, verifying (tree to choice); mean number of distinct experts a MoE layer, None without one."""
     total: float
     draft: float
@@ -17,7 +17,7 @@ class Watched(NamedTuple):
     experts: float | None
 
 
-class Watch:
+class Trace:
     """While entered, the engine's rounds leave marks and the router's choices. Nothing of it is there while a clock runs for a result.
 
     On CUDA the marks are events inside of graphs captured anew; what the router chose then lies in the graph's memory after each replay.
@@ -31,7 +31,7 @@ class Watch:
         runner = self.engine.runner
         self.kept, speculator = (runner.speculator, runner.graphs), copy(runner.speculator)
         speculator.target = copy(speculator.target)
-        speculator.target.watch = self.route
+        speculator.target.trace = self.route
         if speculator.draft:
             speculator.draft = copy(speculator.draft)
             speculator.draft.grow = self.then("draft", speculator.draft.grow)
@@ -80,10 +80,10 @@ class Watch:
         else:
             spans = [second - first for first, second in zip(times, times[1:])]
         taken = [len(torch.cat(ids).unique()) for ids in self.chosen.values()]
-        return Watched(total, sum(spans[:-1]), spans[-1], mean(taken) if taken else None)
+        return Traced(total, sum(spans[:-1]), spans[-1], mean(taken) if taken else None)
 
     def rounds(self, prompt, params):
-        """Watched of each round of one prompt."""
+        """Traced of each round of one prompt."""
         found, began = [], perf_counter()
         for event in self.engine.stream(prompt, params):
             total = perf_counter() - began
