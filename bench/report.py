@@ -34,7 +34,8 @@ def opening(result, kinds, say):
     chosen = f"temperature {sampling['temperature']:g}, seed {sampling['seed']}" if sampling["temperature"] else "greedy"
     named = len(set(kinds) - {""})
     say(f"{len(kinds)} prompts{f' of {named} kinds' if named else ''}, at most {result['max_tokens']} tokens each, {chosen}; "
-        f"{result['repeats']} repeats; {where}, {result['dtype']}; draft_steps {result['draft_steps']}, topk {result['topk']}, nodes {result['nodes']}")
+        f"{result['repeats']} repeats; {where}, {result['dtype']}; "
+        f"draft_steps {result['draft_steps']}, topk {result['topk']}, nodes {result['nodes']}")
     read, rate = result["bytes_token"], result["copy_bytes_per_s"]
     say(f"ceiling, plain: a token reads {size(read)} of weights, a copy moves {rate / 1e9:.1f} GB/s here: {1e3 * read / rate:.3g} ms, "
         f"{rate / read:.0f} tokens/s (weights that stay in a cache can pass it)")

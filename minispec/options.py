@@ -98,7 +98,7 @@ CHOICE = (
 )
 BENCH = (
     click.option("--prompts", "file", metavar="FILE",
-                 help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}, and a "kind" if there is one; by default 40 prompts of 5 kinds.'),
+                 help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}, with a "kind" or without; default: 40 prompts of 5 kinds.'),
     click.option("--per-kind", type=click.IntRange(1), help="Only so many prompts of each kind, the first ones."),
     click.option("--max-tokens", type=int, default=96, show_default=True),
     click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times that each prompt runs in each mode."),
