@@ -21,7 +21,11 @@ from minispec.stats import Acceptance, gather
 
 
 def note(line):
-    click.echo(f"minispec: {printable(line)}", err=True)
+    click.echo("\r\x1b[K" * terminal() + f"minispec: {printable(line)}", err=True)       # a bar may stand there
+
+
+def terminal():
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def given(options):
@@ -33,19 +37,18 @@ class Progress:
     """A bar on a terminal; elsewhere a line every two seconds."""
 
     def __init__(self):
-        self.last, self.bar, self.what = perf_counter(), None, None
+        self.last = self.began = perf_counter()
 
     def __call__(self, done, total, what):
-        if sys.stderr is not None and sys.stderr.isatty():
-            if (what, total) != self.what:
-                self.bar, self.what = click.progressbar(length=total, label=f"minispec: {what}", file=sys.stderr, show_pos=True), (what, total)
-            self.bar.update(done - self.bar.pos)
-            if done == total:
-                self.bar.render_finish()
-                self.what = None
-        elif perf_counter() - self.last > 2:
+        now = perf_counter()
+        if terminal():
+            self.began = now if done == 1 else self.began
+            filled, left = 30 * done // total, (now - self.began) / max(done - 1, 1) * (total - done)
+            rest = f"{left:.0f} s left" if done > 1 else ""
+            click.echo(f"\r\x1b[Kminispec: [{'#' * filled}{'-' * (30 - filled)}] {done} of {total} {what}  {rest}", err=True, nl=done == total)
+        elif now - self.last > 2:
             note(f"{done} of {total} {what}")
-            self.last = perf_counter()
+            self.last = now
 
 
 def serve():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minispec import Engine, Output, SamplingParams, speculate
+from minispec import Engine, Output, SamplingParams, cli, speculate
 from minispec import engine as engines
 from minispec import target as targets
 from minispec.bench import compare, readings, report
@@ -312,3 +312,18 @@ def test_bench_refuses_bad_prompt_files(run, tmp_path):  # noqa: F811
 
 def test_quantiles_of_two_are_between_them():
     assert quantile([1.0, 2.0], 0.1) == pytest.approx(1.1) and readings.spread([2.0, 1.0]) == {"median": 1.5, "p10": 1.1, "p90": 1.9}
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys):
+    """It leaves no terminal state behind, and a line that comes in between takes its place."""
+    now = [100.0]
+    monkeypatch.setattr(cli, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = cli.Progress()
+    for done in (1, 2, 4):
+        progress(done, 4, "runs")
+        now[0] += 3
+    cli.note("said")
+    assert capsys.readouterr().err.replace("\r\x1b[K", "|") == (
+        f"|minispec: [{'#' * 7}{'-' * 23}] 1 of 4 runs  |minispec: [{'#' * 15}{'-' * 15}] 2 of 4 runs  6 s left"
+        f"|minispec: [{'#' * 30}] 4 of 4 runs  0 s left\n|minispec: said\n")

@@ -1,4 +1,4 @@
-"""What is installed: the wheel holds the package, its two folders inside it, and the default pair with its attribution."""
+"""What is installed: the wheel holds the package, its three folders inside it, and the default pair with its attribution."""
 import re
 import subprocess
 import sys
@@ -60,5 +60,5 @@ def test_readme_has_the_two_lines_that_ci_runs():
 def test_readme_tree_names_every_file():
     tree = (ROOT / "README.md").read_text("utf-8").partition("## Files")[2]
     named = set(re.findall(r"\w+", tree))
-    files = [path.stem for folder in ("minispec", "kernels", "weights") for path in (ROOT / folder).glob("[!_]*.py")]
+    files = [path.stem for folder in ("minispec", "kernels", "weights", "bench") for path in (ROOT / folder).glob("[!_]*.py")]
     assert not set(files) - named
