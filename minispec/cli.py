@@ -15,13 +15,17 @@ from minispec import __version__
 from minispec.errors import MinispecError
 from minispec.fields import printable
 from minispec.launch import environment
-from minispec.options import DIALECT, ENGINE, IDS, MEMORY, MODELS, RANKS, SAMPLING, stacked
+from minispec.options import BENCH, CHOICE, DIALECT, ENGINE, IDS, MEMORY, MODELS, RANKS, SAMPLING, stacked
 from minispec.printer import Printer
 from minispec.stats import Acceptance, gather
 
 
 def note(line):
-    click.echo(f"minispec: {printable(line)}", err=True)
+    click.echo("\r\x1b[K" * terminal() + f"minispec: {printable(line)}", err=True)       # a bar may stand there
+
+
+def terminal():
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def given(options):
@@ -30,15 +34,21 @@ def given(options):
 
 
 class Progress:
-    """A line about loading and capturing every two seconds."""
+    """A bar on a terminal; elsewhere a line every two seconds."""
 
     def __init__(self):
-        self.last = perf_counter()
+        self.last = self.began = perf_counter()
 
     def __call__(self, done, total, what):
-        if perf_counter() - self.last > 2:
+        now = perf_counter()
+        if terminal():
+            self.began = now if done == 1 else self.began
+            filled, left = 30 * done // total, (now - self.began) / max(done - 1, 1) * (total - done)
+            rest = f"{left:.0f} s left" if done > 1 else ""
+            click.echo(f"\r\x1b[Kminispec: [{'#' * filled}{'-' * (30 - filled)}] {done} of {total} {what}  {rest}", err=True, nl=done == total)
+        elif now - self.last > 2:
             note(f"{done} of {total} {what}")
-            self.last = perf_counter()
+            self.last = now
 
 
 def serve():
@@ -184,32 +194,50 @@ def inspect(directory, as_json, **options):
 
 
 @commands.command(epilog=WORDS)
-@stacked(*ENGINE)
-@click.option("--prompts", metavar="FILE",
-              help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}; 12 prompts come with minispec.')
-@click.option("--max-tokens", type=int, default=96, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times that each prompt runs in each mode.")
-@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads; default: what torch takes.")
-@click.option("--json", "file", metavar="FILE", help="Write the result here as well.")
-def bench(prompts, max_tokens, repeats, threads, file, **options):
-    """Plain and speculative decoding in one process; no speed-up is printed before their ids are equal."""
+@stacked(*BENCH, *CHOICE, *ENGINE)
+def bench(file, per_kind, max_tokens, repeats, threads, batch, sweep, sweep_draft_steps, sweep_topk, sweep_nodes, plot, json_file, **options):
+    """Plain and speculative decoding in one process; no speed-up is printed before their ids are equal.
+
+    The last line of stdout is the result as one JSON object.
+    """
     import torch
 
-    from minispec.bench import measure, read_jsonl
+    from minispec.bench.compare import compare, shapes
+    from minispec.bench.plot import draw, figure
+    from minispec.bench.readings import read_prompts
+    from minispec.params import SamplingParams
 
     serve()
-    prompts = read_jsonl(prompts)
-    if file:
-        Path(file).open("a").close()            # refused now, not after the run
+    prompts, grid = read_prompts(file, per_kind), (sweep_draft_steps, sweep_topk, sweep_nodes)
+    sweep = shapes(*grid) if sweep or any(grid) else []
+    if sweep and repeats < 2:
+        raise MinispecError("--sweep chooses on one half of the repeats and reports the other: give --repeats of at least 2")
+    params = SamplingParams(max_tokens=max_tokens, **given({name: options.pop(name) for name in list(options)
+                                                            if name in SamplingParams.__dataclass_fields__}))
+    for name in filter(None, (json_file, plot)):
+        writable(name)
+    made = figure(plot) if plot else None
     if threads:
         torch.set_num_threads(threads)
+    if batch and max(batch) > 8:
+        options["max_batch"] = options["max_batch"] or max(batch)
     with open_engine(**options) as engine:
-        result = measure(engine, prompts, max_tokens, repeats, note, click.echo)
+        result = compare(engine, prompts, params, repeats, click.echo, Progress(), sweep, batch or ())
     text = json.dumps(result)
-    if file:
-        Path(file).write_text(text + "\n", "utf-8")
+    if json_file:
+        Path(json_file).write_text(text + "\n", "utf-8")
+    if plot:
+        draw(made, plot, result)
     click.echo(text)
     return 0 if result["equal"] else 1
+
+
+def writable(name):
+    """OSError now, not after the run, for a file that cannot be written; one that is there keeps what it holds, none is left behind."""
+    there = Path(name).exists()
+    Path(name).open("a").close()
+    if not there:
+        Path(name).unlink()
 
 
 def interrupted(number, frame):

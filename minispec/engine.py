@@ -107,8 +107,7 @@ class Engine:
                                    capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps,
                                    overrides=overrides)
                 self.capture = found.config.capture
-                if shape.steps and topk > found.config.draft_vocab_size:
-                    raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")
+                shape.check(found.config)
             self.draft_config, self.shape, self.max_batch = found and found.config, shape, max_batch
             self.runner = Runner(target, config, found, shape, self.device, self.dtype, self.ranks, capture=self.capture,
                                  max_batch=max_batch, max_length=max_length, chunk=chunk, page_size=page_size, exact=exact,
@@ -130,12 +129,17 @@ class Engine:
 
     def plain(self):
         """An engine that shares this one's target and caches and decodes without a draft: the other side of a comparison."""
+        return self.reshaped(0)
+
+    def reshaped(self, draft_steps, topk=4, nodes=None):
+        """An engine that shares this one's weights and caches and drafts another tree."""
         self._check_open()
-        engine = copy(self)
+        shape, engine = Shape(draft_steps, topk, nodes), copy(self)
+        shape.check(self.draft and self.draft.config)
         engine._whole, engine._number = self, id(engine)        # the ranks end with the engine that has them
-        with self._announce("plain", engine._number):
-            engine.shape, engine.runner = Shape(0), self.runner.plain()
-        engine.scheduler, engine._inbox = Scheduler(self.pages, self.max_batch, self.runner.chunk, engine.shape.scratch), {}
+        with self._announce("reshaped", engine._number, draft_steps, topk, nodes):
+            engine.shape, engine.runner = shape, self.runner.reshaped(shape)
+        engine.scheduler, engine._inbox = Scheduler(self.pages, self.max_batch, self.runner.chunk, shape.scratch), {}
         return engine
 
     def generate(self, prompts, params=None):

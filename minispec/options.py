@@ -27,9 +27,18 @@ def _memory(text):
     return int(float(number) * (1024 if "i" in (unit or "") else 1000) ** " KMGT".index((unit or " ")[0]))
 
 
+def _counts(text, *words):
+    counts = tuple(part if part in words else int(part) for part in text.split(","))
+    if any(count not in words and count < 1 for count in counts):
+        raise ValueError
+    return counts
+
+
 IDS = Parsed("INT,INT,...", lambda text: tuple(int(part) for part in text.split(",")), "not integers separated by commas")
 MEMORY = Parsed("SIZE", _memory, "not a size, as in 141GB or 80GiB")
 BIAS = Parsed("ID=VALUE", _bias, "not ID=VALUE, as in 42=-1.5")
+COUNTS = Parsed("INT,INT,...", _counts, "not whole numbers of at least 1 separated by commas")
+NODES = Parsed("INT|auto,...", lambda text: _counts(text, "auto"), "neither whole numbers of at least 1 nor auto, separated by commas")
 EPS = Parsed("NUMBER|config", lambda text: text if text == "config" else float(text), "neither a number nor config")
 
 
@@ -79,19 +88,37 @@ ENGINE = (
     click.option("--exact", is_flag=True, default=None, help="On CUDA, logits whose bits do not depend on the other rows; slower."),
     *DIALECT,
 )
-SAMPLING = (
-    click.option("--max-tokens", type=int, help="Tokens to generate, 128 by default."),
+CHOICE = (
     click.option("--temperature", type=float, help="0 (default) is greedy."),
     click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 (default) keeps all."),
     click.option("--top-p", type=float, help="Keep the likeliest tokens that together hold this much; 1 (default) keeps all."),
     click.option("--min-p", type=float, help="Drop tokens less likely than this times the likeliest; 0 (default) keeps all."),
     click.option("--seed", type=int, help="0 by default. A seed gives the same text with any draft or none."),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Do not end at the model's own stop tokens."),
+)
+BENCH = (
+    click.option("--prompts", "file", metavar="FILE",
+                 help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}, with a "kind" or without; default: 40 prompts of 5 kinds.'),
+    click.option("--per-kind", type=click.IntRange(1), help="Only so many prompts of each kind, the first ones."),
+    click.option("--max-tokens", type=int, default=96, show_default=True),
+    click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times that each prompt runs in each mode."),
+    click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads; default: what torch takes."),
+    click.option("--batch", type=COUNTS, help="Also so many requests at once, as in 1,2,4,8."),
+    click.option("--sweep", is_flag=True, help="Also other trees, draft-steps x topk x nodes, and which is best; long: see --per-kind."),
+    click.option("--sweep-draft-steps", type=COUNTS, help="Of a sweep; default 1,2,3,4,6,8."),
+    click.option("--sweep-topk", type=COUNTS, help="Of a sweep; default 1,4."),
+    click.option("--sweep-nodes", type=NODES, help="Of a sweep; default: draft-steps, and twice that. What no tree can hold is left out."),
+    click.option("--plot", metavar="FILE.png", help="Draw acceptance by depth and speed-up by setting (extra plot)."),
+    click.option("--json", "json_file", metavar="FILE", help="Write the result here as well."),
+)
+SAMPLING = (
+    click.option("--max-tokens", type=int, help="Tokens to generate, 128 by default."),
+    *CHOICE,
     click.option("--repetition-penalty", type=float, help="Over prompt and output; 1 (default) is none."),
     click.option("--presence-penalty", type=float, help="Over the output; 0 (default) is none."),
     click.option("--frequency-penalty", type=float, help="Over the output, times the count; 0 (default) is none."),
     click.option("--logit-bias", type=BIAS, multiple=True, help="Added to a logit; may be repeated."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
     click.option("--stop-ids", "--stop-id", "stop_ids", type=int, multiple=True, help="End at this token; may be repeated."),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Do not end at the model's own stop tokens."),
     click.option("--logprobs", is_flag=True, default=None, help="Log-probability of every emitted token (with --json)."),
 )

@@ -33,6 +33,13 @@ class Shape:
             raise MinispecError(f"draft_steps={self.steps} with topk={self.topk} drafts {(self.steps - 1) * self.topk} rows a round, at most "
                                 f"{WORD} can be told apart: lower draft_steps or topk")
 
+    def check(self, config):
+        """MinispecError where a draft, described by its DraftConfig or None for no draft, cannot have this shape."""
+        if self.steps and config is None:
+            raise MinispecError(f"draft_steps={self.steps}: this engine has no draft; make one with a draft")
+        if self.steps and self.topk > config.draft_vocab_size:
+            raise MinispecError(f"topk={self.topk}: the draft proposes one of {config.draft_vocab_size} ids; give at most that")
+
     @property
     def scratch(self):
         """Cache entries past the committed length that a round writes at most, in either cache."""

@@ -21,6 +21,7 @@ class Target:
         self.layers = namespaces(self.parameters, config.num_hidden_layers)
         self.embed, self.norm, self.head = (self.parameters[name] for name in ("embed", "norm", "head"))
         self.rotary = Rotary(config.rope, length, device)
+        self.trace = None       # trace(layer, ids [N, k]): called with what a router chose; for measurements
 
     def __call__(self, rows, cache, capture=()):
         """One forward over rows [B, R].
@@ -53,6 +54,8 @@ class Target:
             flat, layer.ffn_norm, c.rms_norm_eps, layer.router, getattr(layer, "bias", None), layer.gate_up if shared else None,
             scoring=c.scoring_func, topk=c.num_experts_per_tok, groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
             group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
+        if self.trace:
+            self.trace(layer, ids)
         if self.ranks.expert_parallel:
             ids = ids - self.ranks.experts(c.n_routed_experts)[0]
             ids = torch.where((ids < 0) | (ids >= len(layer.w2)), len(layer.w2), ids)
