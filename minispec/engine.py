@@ -22,7 +22,7 @@ from minispec.runner import Runner
 from minispec.scheduler import Scheduler
 from minispec.speculate import Shape
 from minispec.text import Decoder
-from minispec.tokenizer import Tokenizer, stop_ids
+from minispec.tokenizer import Tokenizer, stop_ids, token_ids
 from minispec.weights.draft import open_draft
 from minispec.weights.load import DEFAULT
 
@@ -156,7 +156,7 @@ class Engine:
     def score(self, ids):
         """Logits and captured states after every token of a prompt (ids or text), in one pass without speculation."""
         self._check_open()
-        ids = self._ids(0, ids)
+        ids = token_ids(0, ids, self.tokenizer, self.target_config.vocab_size)
         if len(ids) > self.max_length:
             raise MinispecError(f"score: {len(ids)} ids do not fit max_length={self.max_length}")
         count = self.pages.needed(len(ids))
@@ -210,23 +210,9 @@ class Engine:
                 raise MinispecError(f"prompt {index}: parameters are {type(one).__name__}, not SamplingParams")
             one.check_vocab(self.target_config.vocab_size)
             decoder = Decoder(self.tokenizer, one.stop) if self.tokenizer else None
-            requests.append(Request(index, self._ids(index, prompt), one, self.stops, self.max_length, decoder))
+            ids = token_ids(index, prompt, self.tokenizer, self.target_config.vocab_size)
+            requests.append(Request(index, ids, one, self.stops, self.max_length, decoder))
         return requests, single
-
-    def _ids(self, index, prompt):
-        if not isinstance(prompt, (str, list, tuple)):          # bytes, a dict or a set would pass for ids, in some order
-            raise MinispecError(f"prompt {index} is {type(prompt).__name__}; give text or a list of token ids")
-        if len(prompt) == 0:
-            raise MinispecError(f"prompt {index} is empty; give at least one character or token")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise MinispecError(f"prompt {index} is text, but the target has no tokenizer files; give token ids")
-            return self.tokenizer.encode(prompt)
-        vocab = self.target_config.vocab_size
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocab:
-                raise MinispecError(f"prompt {index}: {repr(token)[:60]} is not a token id of this target (0 to {vocab - 1})")
-        return [int(token) for token in prompt]
 
     def _run(self, requests):
         """Adds the requests and steps the engine until they end. Streams may be read in turns: a step serves whoever is running."""
