@@ -76,7 +76,7 @@ def compare(engine, prompts, params, repeats, say, progress, sweep=(), batches=(
     rate, one_row = copy_bandwidth(engine.device), target_bytes(engine, 1)
     result = {**settings[0].name, "prompts": len(prompts), "max_tokens": params.max_tokens, "repeats": repeats, "sampling": asdict(params),
               "environment": environment(engine.device), "dtype": str(engine.dtype).removeprefix("torch."), "bytes_token": one_row,
-              "copy_bytes_per_s": rate}
+              "copy_bytes_per_s": rate, "ranks": engine.ranks.size}
     report.opening(result, kinds, say)
 
     checks = counted(len(prompts) * (1 + len(settings)), "runs that compare ids", progress)

@@ -38,8 +38,9 @@ def draw(made, file, result):
         middle = [one["median"] for one in found]
         spread = [[max(0, one["median"] - one["p10"]) for one in found], [max(0, one["p90"] - one["median"]) for one in found]]
         axes["speed"].barh(range(len(names)), middle, xerr=spread, color=colours, error_kw={"elinewidth": 1, "capsize": 2})
-        axes["speed"].set(title="speed-up by " + ("setting (draft_steps/topk/nodes)" if result.get("sweep") else "kind"),
-                          xlabel="times plain; p10..p90 over repeats", yticks=range(len(names)), yticklabels=names)
+        title, orange = ("setting (draft_steps/topk/nodes)", "best") if result.get("sweep") else ("kind", "all")
+        axes["speed"].set(title=f"speed-up by {title}", xlabel=f"times plain; p10..p90 over repeats; orange: {orange}",
+                          yticks=range(len(names)), yticklabels=names)
         axes["speed"].axvline(1, color="grey", linewidth=1, linestyle="--")
         axes["speed"].invert_yaxis()
     if result.get("batch"):
@@ -49,6 +50,7 @@ def draw(made, file, result):
                                 [max(0, one["speedup"]["p90"] - one["speedup"]["median"]) for one in at]], marker="o", capsize=2)
         axes["batch"].axhline(1, color="grey", linewidth=1, linestyle="--")
         axes["batch"].set(title="speed-up by requests at once", xlabel="requests at once", ylabel="times plain")
+        axes["batch"].set_ylim(bottom=0)
     for axis in axes.values():
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)

@@ -24,20 +24,24 @@ def number(value, digits=2):
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def many(count, what):
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def range_of(found):
     return f"{found['p10']:.2f}..{found['p90']:.2f}"
 
 
 def opening(result, kinds, say):
     machine, sampling = result["environment"], result["sampling"]
-    where = machine["device"] if machine["device"] != "cpu" else f"{machine['cpu']}, {machine['threads']} threads"
+    where = machine["device"] if machine["device"] != "cpu" else f"{machine['cpu']}, {many(machine['threads'], 'thread')}"
     chosen = f"temperature {sampling['temperature']:g}, seed {sampling['seed']}" if sampling["temperature"] else "greedy"
     named = len(set(kinds) - {""})
-    say(f"{len(kinds)} prompts{f' of {named} kinds' if named else ''}, at most {result['max_tokens']} tokens each, {chosen}; "
-        f"{result['repeats']} repeats; {where}, {result['dtype']}; "
+    say(f"{many(len(kinds), 'prompt')}{f' of ' + many(named, 'kind') if named else ''}, at most {result['max_tokens']} tokens each, {chosen}; "
+        f"{many(result['repeats'], 'repeat')}; {where}, {result['dtype']}; "
         f"draft_steps {result['draft_steps']}, topk {result['topk']}, nodes {result['nodes']}")
-    read, rate = result["bytes_token"], result["copy_bytes_per_s"]
-    say(f"ceiling, plain: a token reads {size(read)} of weights, a copy moves {rate / 1e9:.1f} GB/s here: {1e3 * read / rate:.3g} ms, "
+    read, rate, each = result["bytes_token"], result["copy_bytes_per_s"], " on each rank" * (result["ranks"] > 1)
+    say(f"ceiling, plain: a token reads {size(read)} of weights{each}, a copy moves {rate / 1e9:.1f} GB/s here: {1e3 * read / rate:.3g} ms, "
         f"{rate / read:.0f} tokens/s (weights that stay in a cache can pass it)")
 
 
@@ -58,8 +62,8 @@ def ids(settings, kinds, say):
         say(f"ids: plain and speculative differ by more than a tie: no speed-up{' of ' + ', '.join(wrong) if len(settings) > 1 else ''}")
     else:
         ties = sum(len(setting.differences) for setting in settings)
-        say(f"ids: plain and speculative are equal on {len(kinds)} prompts"
-            + f" in each of {len(settings)} settings" * (len(settings) > 1) + f", up to {ties} ties" * bool(ties))
+        say(f"ids: plain and speculative are equal on {many(len(kinds), 'prompt')}"
+            + f" in each of {len(settings)} settings" * (len(settings) > 1) + f", up to {many(ties, 'tie')}" * bool(ties))
 
 
 def ceiling(engine, result, say):
