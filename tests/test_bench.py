@@ -162,14 +162,14 @@ def test_reshaped_is_a_fresh_engine_of_that_shape(engine, target, draft):
 
 def test_trace_counts_what_the_router_chose(engine, monkeypatch):
     """Against a record of the router's own calls; a row of plain decoding takes exactly its k experts. Nothing of it stays."""
-    before, calls, route = engine.generate(PROMPT, greedy(30)), [], targets.route
+    before, calls, route = engine.generate(PROMPT, greedy(30)), [], targets.ffn_front
 
     def recorded(*args, **kwargs):
-        ids, weights = route(*args, **kwargs)
+        normed, ids, weights, inner = route(*args, **kwargs)
         calls.append({token for row in ids.tolist() for token in row})
-        return ids, weights
+        return normed, ids, weights, inner
 
-    monkeypatch.setattr(targets, "route", recorded)
+    monkeypatch.setattr(targets, "ffn_front", recorded)
     speculator = engine.runner.speculator
     with Trace(engine) as trace:
         rounds = trace.rounds(PROMPT, greedy(30))
@@ -239,7 +239,7 @@ def test_bench_sweeps_and_batches(bench, target, draft, tmp_path):
 def wrong_accept(accept):
     """accept with a choice of ids that is one too high, in rounds that verify drafts: plain decoding stays right."""
     def accepted(tree, choice, logprobs, finite):
-        return accept(tree, (choice + 1) % 512 if tree.tokens.shape[1] > 1 else choice, logprobs, finite)
+        return accept(tree, (choice + 1) % 512 if tree.laid.tokens.shape[1] > 1 else choice, logprobs, finite)
     return accepted
 
 

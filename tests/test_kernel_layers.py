@@ -10,7 +10,7 @@ from minispec.kernels.fused_linear import Config, fused_linear, fused_linear_ref
 
 from minispec.kernels.project import heads_front, heads_front_ref, latent_front, latent_front_ref, latent_lift
 from minispec.config import Rope
-from minispec.layers import Rotary
+from minispec.layers import Angles, Rotary
 from minispec import Engine, SamplingParams
 
 from .conftest import assert_close
@@ -139,7 +139,7 @@ def test_latent_front_and_lift(rows, heads, nope, rope, rank, value, lora, dtype
 
 
 def single(angles):
-    return project.Angles(angles.cos, angles.sin, angles.partner, angles.interleaved, angles.positions[0])
+    return Angles(angles.cos, angles.sin, angles.partner, angles.interleaved, angles.positions[0])
 
 
 @pytest.mark.parametrize("rows, heads, kv_heads, depth, hidden, qk, dtype", [
@@ -213,6 +213,14 @@ def test_a_tree_grows_as_its_reference_says(batch, steps, topk, nodes):
     arguments = nodes, topk, pending, length, room, table, 4
     for name, found, expected in zip(tree.Laid._fields, tree.plant(pools[0], *arguments), tree.plant_ref(pools[0], *arguments)):
         assert torch.equal(found, expected), name
+
+
+def test_the_last_level_may_lie_past_every_page():
+    """Its nodes get no KV: a request's pages end before them."""
+    table, length = torch.tensor([[3, 1], [2, 4]], device=DEVICE), torch.tensor([3, 1], device=DEVICE)
+    tokens, logp, pool = torch.arange(6, device=DEVICE).view(2, 1, 3), -torch.rand(2, 1, 3, device=DEVICE), tree.Pool.empty(2, 1, 3, DEVICE)
+    for run in (tree.level, tree.level_ref):
+        assert run(tokens, logp, None, pool, 1, length, table, 2).slots.tolist() == [[3, 0, 0], [5, 8, 9]]
 
 
 def test_the_root_alone():
