@@ -14,7 +14,7 @@ import click
 from minispec import __version__
 from minispec.errors import MinispecError
 from minispec.fields import printable
-from minispec.options import DIALECT, ENGINE, IDS, MODELS, SAMPLING, stacked
+from minispec.options import DEVICE, DIALECT, ENGINE, IDS, MODELS, PROMPTS, SAMPLING, stacked
 from minispec.printer import Printer
 from minispec.stats import Acceptance, gather
 
@@ -174,9 +174,24 @@ def inspect(directory, as_json, **options):
 
 
 @commands.command(epilog=WORDS)
+@stacked(*MODELS, *DIALECT, *DEVICE)
+@click.option("--prompts", "file", metavar="FILE", help=PROMPTS)
+@click.option("--training-states", metavar="FILE", help="One sample that a trainer saved (speculators, SpecForge): .safetensors, .pt or .ckpt.")
+@click.option("--max-tokens", type=click.IntRange(8), help="Tokens that the target writes after each prompt, 96 by default.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def doctor(file, as_json, **options):
+    """Why is my acceptance low? Exit status 0: sound, 1: findings, 2: files that cannot be read."""
+    from minispec.bench import read_jsonl
+    from minispec.doctor import diagnose
+
+    found = diagnose(prompts=read_jsonl(file), note=note, **given(options))
+    click.echo(found.json() if as_json else found.text())
+    return 0 if found.sound else 1
+
+
+@commands.command(epilog=WORDS)
 @stacked(*ENGINE)
-@click.option("--prompts", metavar="FILE",
-              help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}; 12 prompts come with minispec.')
+@click.option("--prompts", metavar="FILE", help=PROMPTS)
 @click.option("--max-tokens", type=int, default=96, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times that each prompt runs in each mode.")
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads; default: what torch takes.")

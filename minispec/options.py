@@ -50,14 +50,18 @@ MODELS = (
     click.option("--target", metavar="DIR", help="Target checkpoint; default: the pair that comes with minispec."),
     click.option("--draft", metavar="DIR|none", help="EAGLE-3 draft checkpoint; none decodes plainly."),
 )
+DEVICE = (
+    click.option("--device", help="auto (default), cpu, cuda or cuda:N."),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+                 help="auto (default) is float32 on CPU and bfloat16 on CUDA."),
+)
+PROMPTS = 'One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}; 12 prompts come with minispec.'
 ENGINE = (
     *MODELS,
     click.option("--draft-steps", type=int, help="Levels of the draft tree, 6 by default; 0 is plain decoding."),
     click.option("--topk", type=int, help="Children tried a node, 4 by default; 1 makes a chain."),
     click.option("--nodes", type=int, help="Draft tokens verified a round, the root excluded; default: draft-steps."),
-    click.option("--device", help="auto (default), cpu, cuda or cuda:N."),
-    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-                 help="auto (default) is float32 on CPU and bfloat16 on CUDA."),
+    *DEVICE,
     click.option("--max-length", type=int, help="Tokens a request may hold, prompt included; default: the target's context."),
     click.option("--max-batch", type=int, help="Requests that run at once."),
     click.option("--cuda-graphs/--no-cuda-graphs", default=None, help="On CUDA a round is one captured graph, the default; the ids are the same."),
