@@ -8,19 +8,23 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from minispec.config import DraftConfig
+from minispec.config import DraftConfig, Rope
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a draft: `config` (capture in fc's order, flags, rope, heads) and what no file says.
+    """One way to read a draft: `config` with the three fields of it that may be read otherwise (capture in fc's order), and what no file says.
 
     form: of the captured states: "residual" (as it enters the layer), "normed" (by that layer's own norm), "delta" (what the layer before added),
     "shuffled" (of other rows). bypass: the layer whose state reaches the draft without fc. swapped: [hidden, embedding] instead of [embedding,
-    hidden]. shift: the token beside state p is p + shift, and the next is foretold. split: heads are this much wider and fewer. vocab: "map" (d2t), "order" (ascending
-    ids), "nearest" (the target's row most like the draft's). embed, head: the "draft" file's or the "target"'s.
+    hidden]. shift: the token beside state p is p + shift, and the one after that is foretold. split: heads are this much wider and fewer.
+    vocab: "map" (d2t), "order" (ascending ids), "nearest" (the target's row most like the draft's). embed, head: the "draft" file's or the
+    "target"'s.
     """
     config: DraftConfig
+    capture: tuple
+    norm_before_residual: bool
+    rope: Rope
     form: str = "residual"
     bypass: int | None = None
     swapped: bool = False
@@ -29,6 +33,10 @@ class Reading:
     vocab: str = "map"
     embed: str = "draft"
     head: str = "draft"
+
+    @classmethod
+    def of(cls, config):
+        return cls(config, config.capture, config.norm_before_residual, config.rope)
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Text:
 
     def after(self, count):
         """(the token `count` places after each row, -1 where the sequence has ended; whether the target wrote it), both [N]."""
-        at = torch.arange(len(self.ids)) + count
+        at = torch.arange(len(self.ids), device=self.ids.device) + count
         inside = at < len(self.ids)
         at = at.clamp(0, len(self.ids) - 1)
         inside &= self.sequence[at] == self.sequence
@@ -54,7 +62,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Subject:
-    """A draft's parameters (weights.draft's names, fp32), its ids int64 [draft vocab] or None, and the target's embed, head, norms [layers + 1, h]."""
+    """A draft's parameters (weights.draft's names, fp32), its ids int64 [draft vocab] or None; the target's embed, head, norms [layers + 1, h]."""
     p: dict
     ids: torch.Tensor | None
     embed: torch.Tensor
@@ -65,17 +73,16 @@ class Subject:
 
     def captured(self, layer, form):
         x = self.text.states[layer]
-        if form == "normed":
-            return F.rms_norm(x, x.shape[-1:], self.norms[layer], self.eps)
         if form == "shuffled":
             return x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)]
-        return x - self.text.states[layer - 1] if form == "delta" and layer else x
+        normed = F.rms_norm(x, x.shape[-1:], self.norms[layer], self.eps)
+        return normed if form == "normed" else x - self.text.states[layer - 1] if form == "delta" and layer else x
 
     def fused(self, r):
         """[N, h]: what the layer reads on rows of the target."""
         if r.bypass is not None:
             return self.captured(r.bypass, "normed" if r.bypass == len(self.norms) - 1 else r.form)
-        parts, c = [self.captured(layer, r.form) for layer in r.config.capture], r.config
+        parts, c = [self.captured(layer, r.form) for layer in r.capture], r.config
         if c.fc_norm:
             parts = [rms(part, weight, c) for part, weight in zip(parts, self.p["fc_norm"])]
         x = torch.cat(parts, -1)
@@ -87,7 +94,7 @@ class Subject:
         recycle: the state before ("pre") or after ("post") the final norm, by default as the config says. Depth d of row p sees the true
         rows up to p and its own rows of the depths before, as in test-time training and in serving.
         """
-        c, p, text = split(r.config, r.split), self.p, self.text
+        c, p, text = split(replace(r.config, rope=r.rope), r.split), self.p, self.text
         embed = p["embed"] if r.embed == "draft" and "embed" in p else self.embed
         head = p["head"] if r.head == "draft" and "head" in p else self.head if self.ids is None else self.head[self.ids]
         recycle = recycle or ("post" if c.norm_output else "pre")
@@ -101,7 +108,7 @@ class Subject:
             past.append((k, v))
             if depth == 0:                              # the other rows are seen, not asked
                 q, g, normed, position = q[rows], g[rows], normed[rows], position[rows]
-            x = (normed if c.norm_before_residual else g) + F.linear(attend(q, past, mask, c.softmax_scale).flatten(1), p["o"])
+            x = (normed if r.norm_before_residual else g) + F.linear(attend(q, past, mask, c.softmax_scale).flatten(1), p["o"])
             gate, up = F.linear(rms(x, p["mlp_norm"], c), p["gate_up"]).chunk(2, -1)
             y = x + F.linear(F.silu(gate) * up, p["down"])
             z = rms(y, p["norm"], c)

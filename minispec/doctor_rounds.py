@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minispec.doctor_finding import Finding
+from minispec.doctor_finding import finding
 from minispec.doctor_scan import NOISE, Score
 
 DEPTHS = 6
@@ -51,14 +51,12 @@ def recycling(given, other, name, rows):
     `rows`. Deeper, a state may help that the draft never met in training."""
     valid = given.valid[1] & torch.isin(given.rows, rows)
     declared, better = (Score(d.hit[1][valid], torch.full((int(valid.sum()),), torch.nan, device=valid.device)) for d in (given, other))
-    if not better.beats(declared):
-        return []
-    flag = name == "pre"
-    numbers = [[round(a, 3) for a in d.agreement] for d in (given, other)]
-    return [Finding("recycle-norm", "error", f"agreement at depth 1 to {DEPTHS}, recycling the {name}-norm state as declared: {numbers[0]}",
-                    f"{numbers[1]} with the {'post' if flag else 'pre'}-norm state", f"norm_output is {not flag}, and the draft was trained with "
-                    f"{flag} (a trainer's norm_output has meant something else)", f"set norm_output to {str(flag).lower()} in config.json, or give "
-                    f"--{'' if flag else 'no-'}norm-output", {"declared": numbers[0], "other": numbers[1]})]
+    if better.beats(declared):
+        shown = [" ".join(f"{a:.3f}" for a in d.agreement) for d in (given, other)]
+        post = name == "pre"                            # what the draft was trained with
+        yield finding("recycle-norm", f"agreement by depth {shown[0]}, recycling the {name}-norm state as declared",
+                      {"declared": given.agreement, "better": other.agreement}, better=f"{shown[1]}, with the other state",
+                      wrong=str(not post).lower(), right=str(post).lower(), flag="" if post else "no-")
 
 
 def rounds(outputs, truth, found, text, tolerance):
@@ -89,48 +87,33 @@ def by_depth(counts):
 def engine_findings(found, share):
     """Where the engine does not accept what the depth probe says. found: [Round]; share: of them that may differ (numerics)."""
     wrong = [r for r in found if r.accepted != r.expected]
-    if len(wrong) <= share * len(found):
-        return []
-    name, cause = next((name, cause) for fits, name, cause in (
-        (all(r.index == 0 for r in wrong), "engine-prefill", "the last row of the prompt: its state, or the token paired with it"),
-        (all(min(r.accepted, r.expected) for r in wrong), "engine-recycle", "the recycled state, its residual, its position or its mask"),
-        (all(r.previous for r in wrong), "engine-pairing", "after accepted tokens: states gathered for other rows, or paired with other tokens"),
-        (True, "engine-cache", "the draft's KV: slots, positions, or guesses that were kept")) if fits)
-    return [Finding(name, "error", f"{len(wrong)} of {len(found)} rounds accepted another number of draft tokens; by depth "
-                    f"{by_depth([r.accepted for r in found])}", f"by depth {by_depth([r.expected for r in found])}, teacher-forced on the same text",
-                    f"cache, positions or mask in the engine, not the weights: {cause}", "report it with this output; --draft-steps 1 drafts one "
-                    "token a round and recycles nothing", {"first": vars(wrong[0])})]
+    if len(wrong) > share * len(found):
+        name = next(name for fits, name in ((all(r.index == 0 for r in wrong), "engine-prefill"),
+                                            (all(min(r.accepted, r.expected) for r in wrong), "engine-recycle"),
+                                            (all(r.previous for r in wrong), "engine-pairing"), (True, "engine-cache")) if fits)
+        yield finding(name, f"{len(wrong)} of {len(found)} rounds accepted another number of draft tokens; by depth "
+                      f"{by_depth([r.accepted for r in found])}", {"first": vars(wrong[0])}, better=by_depth([r.expected for r in found]))
 
 
 def text_findings(outputs, truth, margins, tolerance):
-    """A speculative output that leaves the plain one where the target's two best logits are further apart than `tolerance`."""
+    """The first speculative output that leaves the plain one where the target's two best logits are further apart than `tolerance`."""
     for i, (out, ids) in enumerate(zip(outputs, truth)):
         at = next((at for at, (a, b) in enumerate(zip(out.ids, ids)) if a != b), None)
         if at is not None and margins[i][len(out.prompt_ids) + at - 1] > tolerance:
-            yield Finding("engine-text", "error", f"prompt {i}, token {at}: {out.ids[at]} with the draft, {ids[at]} without", "equal ids",
-                          "verification: the target's mask, positions or KV, or a choice that is not the target's", "report it with this output; "
-                          "--draft none decodes plainly")
-            return
+            return [finding("engine-text", f"prompt {i}, token {at}: {out.ids[at]} with the draft, {ids[at]} without")]
+    return []
 
 
-def trend(found, first, text, rows, oov):
-    """Findings from where the draft agrees. found: Depths; first: Score of distinct `rows`; oov: share of the target's tokens it has no row for."""
-    findings, hit, position = [], first.hit.float(), text.position[rows]
+def trend(first, text, rows, oov):
+    """Findings from where the draft agrees. first: Score of distinct `rows`; oov: share of the target's tokens it has no row for."""
+    hit, position = first.hit.float(), text.position[rows]
     if oov > 0.1:
-        findings.append(Finding("vocabulary-ceiling", "note", f"the draft cannot propose {oov:.1%} of the tokens that the target emits",
-                                "a few percent", "its vocabulary was chosen on other text", "train with the vocabulary of this text; acceptance "
-                                f"cannot pass {1 - oov:.3f} a token", {"ceiling": 1 - oov}))
+        yield finding("vocabulary-ceiling", f"the draft cannot propose {oov:.1%} of the tokens that the target emits", ceiling=f"{1 - oov:.1%}")
     early, late = (hit[part] for part in (position <= position.float().quantile(1 / 3), position > position.float().quantile(2 / 3)))
     z = (early.mean() - late.mean()) / (early.var() / len(early) + late.var() / len(late)).clamp(min=1e-9).sqrt()
     if len(hit) > 60 and z > NOISE and late.mean() < 0.7 * early.mean():
-        findings.append(Finding("context-decay", "warning", f"agreement {late.mean():.3f} in the last third of the positions", f"{early.mean():.3f}, "
-                                "as in the first third", "rope (its scaling, or positions beyond the training length)", "compare rope_theta, "
-                                "rope_scaling and max_position_embeddings with the training config"))
-    prompts = {k: hit[text.sequence[rows] == k] for k in text.sequence.unique().tolist()}
-    share = {k: x.mean().item() for k, x in prompts.items() if len(x) > 20}
-    low = [k for k, value in share.items() if value < 0.5 * hit.mean() - 2 * (0.25 / len(prompts[k])) ** 0.5]
+        yield finding("context-decay", f"agreement {late.mean():.3f} in the last third of the positions", early=f"{early.mean():.3f}")
+    parts = {k: hit[text.sequence[rows] == k] for k in text.sequence.unique().tolist()}
+    low = [k for k, x in parts.items() if len(x) > 20 and x.mean() < 0.5 * hit.mean() - 2 * (0.25 / len(x)) ** 0.5]
     if low:
-        findings.append(Finding("prompts-differ", "note", f"agreement {share[low[0]]:.3f} on prompt {low[0]}", f"{hit.mean():.3f}, as on all",
-                                "text unlike the draft's training text: language, domain, chat template or thinking mode", "train on such text, "
-                                "or put prompts through the template that training used", {"prompts": low}))
-    return findings
+        yield finding("prompts-differ", f"agreement {parts[low[0]].mean():.3f} on prompt {low[0]}", {"prompts": low}, all=f"{hit.mean():.3f}")

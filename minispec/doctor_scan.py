@@ -50,7 +50,7 @@ def score(subject, reading, rows):
     if reading.vocab == "nearest":
         used, place = best.unique(return_inverse=True)
         head = F.normalize(subject.p.get("head", subject.head)[used], dim=-1) @ F.normalize(subject.head, dim=-1).T
-        return Score(head.argmax(-1)[place] == true, torch.full(true.shape, torch.nan))
+        return Score(head.argmax(-1)[place] == true, torch.full_like(true, torch.nan, dtype=torch.float32))
     ids = ids.sort().values if reading.vocab == "order" else ids
     inverse = torch.full((len(subject.head),), -1, device=ids.device).scatter(0, ids, torch.arange(len(ids), device=ids.device))
     place = inverse[true]
@@ -58,42 +58,25 @@ def score(subject, reading, rows):
     return Score(ids[best] == true, torch.where(place < 0, torch.nan, rank.log()))
 
 
-def variants(subject, c, rope):
-    """[edit]: functions from a Reading to one that differs in one respect (or in none). c: the draft's config; rope: the target's."""
-    layers = len(subject.text.states) - 1
+def variants(subject, declared, rope):
+    """[edit]: functions from a Reading to one that differs from it in one respect, or in none. rope: the target's."""
+    c, layers, places = declared.config, len(subject.text.states) - 1, range(len(declared.capture))
+    same, thetas = c.hidden_size == c.target_hidden_size, dict.fromkeys((rope.theta, *THETAS))
 
-    def config(**changes):
-        return lambda r: replace(r, config=replace(r.config, **{k: v(r.config) if callable(v) else v for k, v in changes.items()}))
-
-    def part(k, layer):
-        return config(capture=lambda c: (*c.capture[:k], layer, *c.capture[k + 1:]))
-
-    def turned(**changes):
-        return config(rope=lambda c: replace(c.rope, **changes))
-
-    def free(name, *values):
-        return [lambda r, value=value: replace(r, **{name: value}) for value in values]
-
-    def halves(c, factor):
-        whole = all(size % factor == 0 for size in (c.num_attention_heads, c.num_key_value_heads))
-        return c.attention == "llama" and not c.qk_norm and (whole if factor > 1 else c.head_dim % 4 == 0)
-
-    captured, p = range(len(c.capture)), subject.p
-    edits = [part(k, layer) for k in captured for layer in range(layers + 1)]
-    edits += [config(capture=lambda c, by=by: tuple(min(max(i + by, 0), layers) for i in c.capture)) for by in (-1, 1)]
-    edits += [config(capture=lambda c, order=order: tuple(c.capture[i] for i in order))
-              for order in (permutations(captured) if len(captured) < 5 else [captured[::-1]])]
-    edits += [config(norm_before_residual=lambda c: not c.norm_before_residual)]
-    edits += [*free("form", "normed", "delta"), *free("shift", 0, 2), *free("swapped", True)]
-    edits += free("bypass", *c.capture, layers) if c.hidden_size == c.target_hidden_size else []
-    edits += free("split", *(factor for factor in (2, 0.5) if halves(c, factor)))
-    edits += [turned(theta=theta) for theta in dict.fromkeys((rope.theta, *THETAS))]
-    edits += [config(rope=lambda c: replace(c.rope, style={"half": "interleaved", "interleaved": "half"}[c.rope.style])),
-              config(rope=lambda c: replace(rope, dim=c.rope.dim, style=c.rope.style)),
-              config(rope=lambda c: Rope(c.rope.dim, c.rope.theta, c.rope.style))]
-    same = c.hidden_size == c.target_hidden_size
-    edits += free("vocab", "order", *["nearest"] * same) if subject.ids is not None else []
-    return edits + [edit for name in ("embed", "head") if name in p and same for edit in free(name, "target")]
+    def one(name, *values):                             # a value, or a function of the old one
+        return [lambda r, v=value: replace(r, **{name: v(getattr(r, name)) if callable(v) else v}) for value in values]
+    edits = one("capture", *(lambda ids, k=k, layer=layer: (*ids[:k], layer, *ids[k + 1:]) for k in places for layer in range(layers + 1)),
+                *(lambda ids, by=by: tuple(min(max(i + by, 0), layers) for i in ids) for by in (-1, 1)),
+                *(lambda ids, order=order: tuple(ids[k] for k in order) for order in (permutations(places) if len(places) < 5 else [places[::-1]])))
+    edits += one("norm_before_residual", lambda on: not on) + one("form", "normed", "delta") + one("shift", 0, 2) + one("swapped", True)
+    edits += one("rope", *(lambda old, theta=theta: replace(old, theta=theta) for theta in thetas), lambda old: Rope(old.dim, old.theta, old.style),
+                 lambda old: replace(old, style="interleaved" if old.style == "half" else "half"),
+                 lambda old: replace(rope, dim=old.dim, style=old.style))
+    if c.attention == "llama" and not c.qk_norm:
+        edits += one("split", *[2] * (c.num_attention_heads % 2 == c.num_key_value_heads % 2 == 0), *[0.5] * (c.head_dim % 4 == 0))
+    if same:
+        edits += one("bypass", *declared.capture, layers) + [edit for name in ("embed", "head") if name in subject.p for edit in one(name, "target")]
+    return edits + (one("vocab", "order", *["nearest"] * same) if subject.ids is not None else [])
 
 
 def search(subject, declared, rope, rows, open_fields=frozenset()):
@@ -106,7 +89,7 @@ def search(subject, declared, rope, rows, open_fields=frozenset()):
             known[reading] = score(subject, reading, rows)
         return known[reading]
 
-    best, edits = declared, variants(subject, declared.config, rope)
+    best, edits = declared, variants(subject, declared, rope)
     for _ in range(8):
         tried = []
         for place, edit in enumerate(edits):
@@ -124,20 +107,12 @@ def search(subject, declared, rope, rows, open_fields=frozenset()):
             break
         best = following
     for name, value in differences(declared, best).items() if not open_fields else ():
-        without = assign(best, name, value)
+        without = replace(best, **{name: value})
         if not measured(best).beats(measured(without)):
             best = without
     return best, known
 
 
-CONFIG = ("capture", "norm_before_residual", "rope")
-
-
 def differences(declared, best):
     """{field: the declared value} of the fields in which two readings differ."""
-    a, b = ({**vars(r), **{name: getattr(r.config, name) for name in CONFIG}} for r in (declared, best))
-    return {name: value for name, value in a.items() if name != "config" and b[name] != value}
-
-
-def assign(reading, name, value):
-    return replace(reading, config=replace(reading.config, **{name: value})) if name in CONFIG else replace(reading, **{name: value})
+    return {name: value for name, value in vars(declared).items() if vars(best)[name] != value}

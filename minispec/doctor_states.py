@@ -5,7 +5,7 @@ import struct
 import torch
 from safetensors.torch import load_file
 
-from minispec.doctor_finding import Finding
+from minispec.doctor_finding import finding
 from minispec.errors import MinispecError
 from minispec.weights.checkpoint import read_header
 
@@ -56,31 +56,20 @@ def source(x, subject):
 
 def compare(subject, parts, last, capture):
     """(findings, a dict for each saved part) for states saved in training, against the layers that the draft's files name."""
-    sources, findings, n = [source(part, subject) for part in parts], [], len(subject.text.states) - 1
-
-    def finding(name, measured, expected, cause, cure):
-        findings.append(Finding(name, "error", measured, expected, cause, cure, {"sources": sources}))
-    layers = [layer for layer, *_ in sources]
-    strange = [k for k, (*_, error) in enumerate(sources) if error > 0.3]
+    sources, found, device = [source(part.to(subject.head.device), subject) for part in parts], [], subject.head.device
+    layers, strange = [layer for layer, *_ in sources], [k for k, (*_, error) in enumerate(sources) if error > 0.3]
+    flag = ",".join(map(str, layers))
     if strange:
-        finding("states-unknown", f"saved part {strange[0]} equals no stream of this target (relative error {sources[strange[0]][-1]:.2f} at best)",
-                "each part a layer's input", "saved from another target, checkpoint or precision, or rotated", "train on states of this very target")
+        error = sources[strange[0]][-1]
+        found.append(finding("states-unknown", f"no stream is nearer to saved part {strange[0]} than a relative error of {error:.2f}"))
     elif layers != list(capture):
-        order = sorted(layers) == list(capture)
-        finding("states-order" if order else "states-layer", f"the saved parts are the inputs of layers {layers}", f"{list(capture)}, as the draft says",
-                "trained on another " + ("order of the parts" if order else "capture than the config names"),
-                f"give --capture {','.join(map(str, layers))}, and write it to the config" if layers == sorted(layers) else
-                f"reorder the columns of fc.weight, whose parts are those of layers {layers}")
-    for k, (layer, form, shift, scale, error) in enumerate(sources if not strange else []):
-        for name, wrong, measured, cure in (
-                ("states-normed", form != "residual", f"{form}", "train on the residual stream before any norm"),
-                ("states-shifted", shift != 0, f"that of position p {shift:+d}", "pair each state with its own token when saving"),
-                ("states-scaled", abs(scale - 1) > 0.05, f"{scale:.3f} times the stream", "save states unscaled, or scale the columns of fc.weight")):
+        found.append(finding("states-order" if sorted(layers) == list(capture) else "states-layer", f"the saved parts are of layers {layers}",
+                             capture=list(capture), value=layers, flag=flag))
+    for k, (layer, form, shift, scale, _) in enumerate(() if strange else sources):
+        for name, wrong, what in (("states-normed", form != "residual", form), ("states-shifted", shift, f"that of position p {shift:+d}"),
+                                  ("states-scaled", abs(scale - 1) > 0.05, f"{scale:.3f} times the stream")):
             if wrong:
-                finding(name, f"saved part {k} (layer {layer}) is {measured}", "the residual stream entering the layer, as served",
-                        "training and serving see different states", cure)
-    if last is not None and (found := source(last, subject))[0] != n:
-        finding("states-last", f"the last saved state is the input of layer {found[0]}", f"what the last layer leaves ({n})",
-                "the training target came from one layer too early: the draft learned another distribution", "save the state after the last layer, "
-                "and train again")
-    return findings, [dict(zip(("layer", "form", "shift", "scale", "error"), place)) for place in sources]
+                found.append(finding(name, f"saved part {k} (layer {layer}) is {what}"))
+    if last is not None and (place := source(last.to(device), subject))[0] != len(subject.text.states) - 1:
+        found.append(finding("states-last", f"the last saved state is the input of layer {place[0]}"))
+    return found, [dict(zip(("layer", "form", "shift", "scale", "error"), place)) for place in sources]

@@ -28,7 +28,7 @@ def check(heard, target, draft):
     config = TargetConfig.read(str(target))
     plan = open_draft(str(draft), config)
     with torch.inference_mode():
-        found = depths(own_subject(heard, plan)[0], Reading(plan.config))
+        found = depths(own_subject(heard, plan)[0], Reading.of(plan.config))
 
     def check():
         facts = {}
@@ -121,3 +121,12 @@ def test_27_target_kv_that_is_not_moved(check, monkeypatch):
     from minispec.cache import Cache
     monkeypatch.setattr(Cache, "commit", lambda self, batch, path: self.data.mul_(1.02))
     assert "engine-text" in check()[0]
+
+
+def test_a_round_that_costs_more_than_it_emits(check, monkeypatch):
+    from minispec import doctor
+    clock = iter(float(10 ** (i // 2 % 2) * i) for i in range(100))             # plain calls take 1, those with the draft some ten times that
+    monkeypatch.setattr(doctor, "perf_counter", lambda: next(clock))
+    facts, findings = check()[1:]
+    slow = [finding for finding in findings if finding.name == "slower-than-plain"]
+    assert slow and slow[0].severity == "note" and f"{facts['break_even_length']:.2f}" in slow[0].expected

@@ -13,7 +13,7 @@ from .tiny_draft import DIALECTS
 def look(target, draft, tmp_path, **dialect):
     (tmp_path / "scratch").mkdir()
     reading = {"overrides": {}, **dialect}
-    findings, folder = audit(str(draft), TargetConfig.read(str(target)), str(target), str(tmp_path / "scratch"), reading)
+    findings, folder = audit(str(draft), TargetConfig.read(str(target)), str(tmp_path / "scratch"), reading)
     for finding in findings:
         assert all((finding.measured, finding.expected, finding.cause, finding.cure)) and finding.severity in ("error", "warning")
     return [finding.name for finding in findings], folder, findings
@@ -57,9 +57,9 @@ MUTANTS = {
     "4 map cast to fp16": (lambda w: w.update(d2t=w["d2t"].half()), None, "d2t-dtype", True),
     "5 head pruned by offsets": (repeat, None, "head-duplicate-rows", True),
     "5 head rows of zero": (lambda w: w["lm_head.weight"][5].zero_(), None, "head-zero-rows", True),
-    "6 head missing": (drop("lm_head"), None, "head-missing", True),
+    "6 head missing": (drop("lm_head"), None, "head-missing", False),
     "8 tied head": (None, lambda c: c.update(tie_word_embeddings=True), "tied-head", True),
-    "9 norm missing": (drop("hidden_norm"), None, "tensor-missing", True),
+    "9 norm missing": (drop("hidden_norm"), None, "tensor-missing", False),
     "9 projection missing": (drop("up_proj"), None, "tensor-missing", False),
     "9 unknown tensor": (add("midlayer.gizmo.weight", 3), None, "tensor-unknown", True),
     "9 renamed projection": (rename(MLP, "midlayer.mlp.w3.weight"), None, "tensor-unknown", True),

@@ -6,12 +6,12 @@ import torch
 from torch.nn.functional import rms_norm
 from safetensors.torch import load_file, save_file
 
-from minispec import doctor, doctor_scan
+from minispec import doctor, doctor_rounds, doctor_scan
 from minispec.bench import read_jsonl
 from minispec.config import TargetConfig
 from minispec.doctor import examine, hear, own_subject
-from minispec.doctor_probe import Reading
-from minispec.doctor_scan import distinct, search
+from minispec.doctor_probe import Reading, Text
+from minispec.doctor_scan import Score
 from minispec.doctor_states import compare, read_states, statistics
 from minispec.errors import MinispecError
 from minispec.weights.draft import open_draft
@@ -31,6 +31,11 @@ def heard():
 
 
 @pytest.fixture(scope="module")
+def few():
+    return listen(DEFAULT_TARGET, read_jsonl()[:5], 40)
+
+
+@pytest.fixture(scope="module")
 def kept():
     """Scores of the default draft's own tensors, which mutants of its config share: (fingerprint, reading) -> Score."""
     return {}
@@ -38,13 +43,20 @@ def kept():
 
 @pytest.fixture(autouse=True)
 def shared(kept, monkeypatch):
+    subjects = {}
+
     def mark(tensor):
         return (tensor.flatten().double() * torch.arange(tensor.numel()).remainder(9973)).sum().item()
 
+    def of(subject):
+        if id(subject) not in subjects:
+            subjects[id(subject)] = subject, tuple(map(mark, (*subject.p.values(), subject.text.ids, subject.text.states,
+                                                              torch.zeros(1) if subject.ids is None else subject.ids)))
+        return subjects[id(subject)][1]
+
     def remember(function):
         def remembered(subject, reading, *rest):
-            key = (function.__name__, reading, *map(mark, (*subject.p.values(), subject.text.ids, subject.text.states)),
-                   subject.ids is not None and mark(subject.ids), *(mark(r) if isinstance(r, torch.Tensor) else r for r in rest))
+            key = function.__name__, reading, of(subject), *(mark(r) if isinstance(r, torch.Tensor) else r for r in rest)
             if key not in kept:
                 kept[key] = function(subject, reading, *rest)
             return kept[key]
@@ -102,53 +114,63 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mutant_of_the_default_draft(mutant, heard, tmp_path):
+def test_a_mutant_of_the_default_draft(mutant, heard, few, tmp_path):
     tensors, config, name, cure = MUTANTS[mutant]
-    names, diagnosis = names_of(heard, mutate(DEFAULT_DRAFT, tmp_path / "x", tensors, config))
+    names, diagnosis = names_of(few if tensors else heard, mutate(DEFAULT_DRAFT, tmp_path / "x", tensors, config))
     assert names.keys() == {name} and cure in names[name].cure
     assert names[name].evidence["declared"] < names[name].evidence["better"]
 
 
-def test_39_the_style_of_rope(heard):
+def test_39_the_style_of_rope(few):
     """No config of a Llama head says it: the probe is given pairs (2j, 2j + 1)."""
-    subject, declared, config = default(heard)
-    turned = replace(declared, config=replace(declared.config, rope=replace(declared.config.rope, style="interleaved")))
+    subject, declared, config = default(few)
+    turned = replace(declared, rope=replace(declared.rope, style="interleaved"))
+    assert probed(subject, turned, config).keys() == {"rope-style"}
+
+
+def probed(subject, declared, config):
     with torch.inference_mode():
-        best, _ = search(subject, turned, config.rope, distinct(subject.text))
-    assert best == declared
+        findings, *_ = doctor.probe(subject, declared, config, {}, print)
+    return {finding.name: finding for finding in findings if finding.severity != "note"}
 
 
 def default(heard):
     config = TargetConfig.read(str(DEFAULT_TARGET))
     plan = open_draft(str(DEFAULT_DRAFT), config)
-    return own_subject(heard, plan)[0], Reading(plan.config), config
+    return own_subject(heard, plan)[0], Reading.of(plan.config), config
 
 
-def test_18_states_without_the_residual(heard):
+def test_18_states_without_the_residual(few):
     """A target whose streams sum to what the draft knows: the draft reads what a layer added, not the stream."""
-    subject, declared, config = default(heard)
+    subject, declared, config = default(few)
     summed = replace(subject, text=replace(subject.text, states=subject.text.states.cumsum(0)))
-    with torch.inference_mode():
-        best, known = search(summed, declared, config.rope, distinct(subject.text))
-    assert best == replace(declared, form="delta") and known[best].agreement > known[declared].agreement + 0.1
+    names = probed(summed, declared, config)
+    assert names.keys() == {"capture-form"} and "delta" in names["capture-form"].cause
 
 
-def test_21_states_beside_their_own_token(heard):
+def test_21_states_beside_their_own_token(few):
     """States saved one place late: what the draft learned to read with token p + 1 now lies beside token p."""
-    subject, declared, config = default(heard)
+    subject, declared, config = default(few)
     late = replace(subject, text=replace(subject.text, states=subject.text.states.roll(1, 1)))
-    with torch.inference_mode():
-        best, known = search(late, declared, config.rope, distinct(subject.text))
-    assert best == replace(declared, shift=0) and known[best].agreement > known[declared].agreement + 0.2
+    names = probed(late, declared, config)
+    assert names.keys() == {"token-shift"} and "token p + 0" in names["token-shift"].cause
 
 
-def test_49_a_rotated_target(heard):
+def test_49_a_rotated_target(few):
     """Streams in another basis, as some quantisers leave them: under no reading does the draft profit from them."""
-    subject, declared, config = default(heard)
+    subject, declared, config = default(few)
     turn = torch.linalg.qr(torch.randn(384, 384, generator=torch.Generator().manual_seed(0)))[0]
-    with torch.inference_mode():
-        findings, *_ = doctor.probe(replace(subject, text=replace(subject.text, states=subject.text.states @ turn)), declared, config, {}, print)
-    assert "states-unused" in [finding.name for finding in findings if finding.severity == "error"]
+    assert "states-unused" in probed(replace(subject, text=replace(subject.text, states=subject.text.states @ turn)), declared, config)
+
+
+def test_a_weak_draft_is_said_to_be_weak(few, tmp_path):
+    """Noise over the whole layer: no reading helps, states still do. A note, and the pair is sound."""
+    def noise(w):
+        generator = torch.Generator().manual_seed(0)
+        for name in ("fc.weight", "midlayer.mlp.down_proj.weight"):
+            w[name] = (w[name].float() + 2.5 * w[name].float().std() * torch.randn(w[name].shape, generator=generator)).bfloat16()
+    diagnosis = examine(few, str(mutate(DEFAULT_DRAFT, tmp_path / "x", noise)), engine=False)
+    assert diagnosis.sound and [finding.name for finding in diagnosis.findings] == ["weak-draft"], diagnosis.text()
 
 
 @pytest.fixture(scope="module")
@@ -181,15 +203,25 @@ def test_57_fusion_skipped_in_training(small, monkeypatch):
     target, heard, root = small
     monkeypatch.setattr(naive.Draft, "fuse", lambda self, aux: aux)
     names, _ = names_of(heard, fitted(small, "skipped", capture=(5,)))
-    assert names.keys() == {"fusion-bypassed"} and "layer 5" in names["fusion-bypassed"].cause
+    assert names.keys() == {"fusion-skipped"} and "bypass 5" in names["fusion-skipped"].expected
 
 
-def test_50_prompts_unlike_the_rest(heard):
-    """A note, not a fault: two prompts of random tokens among code."""
-    noise = torch.randint(4000, (2, 60), generator=torch.Generator().manual_seed(0)).tolist()
-    mixed = listen(DEFAULT_TARGET, [*read_jsonl()[:6], *noise])
-    diagnosis = examine(mixed, str(DEFAULT_DRAFT), engine=False)
-    assert diagnosis.sound
+def trend(hit, oov=0.0):
+    """What `trend` makes of six prompts of 40 tokens with these hits [6, 40]."""
+    place, sequence = torch.arange(40).repeat(6), torch.arange(6).repeat_interleave(40)
+    text = Text(place, place, sequence, place >= 0, torch.zeros(1, 240, 1))
+    return [finding.name for finding in doctor_rounds.trend(Score(hit.flatten(), torch.zeros(240)), text, torch.arange(240), oov)]
+
+
+def test_50_prompts_unlike_the_rest():
+    """Hazard 50, and what bounds or wears down acceptance: named where it is so, and not where hits scatter at random."""
+    scattered = torch.rand(6, 40, generator=torch.Generator().manual_seed(0)) < 0.7
+    assert trend(scattered) == []
+    one = scattered.clone()
+    one[4] &= torch.arange(40) % 8 == 0
+    assert trend(one) == ["prompts-differ"]
+    assert trend(scattered & (torch.arange(40) < 22)) == ["context-decay"]
+    assert trend(scattered, 0.3) == ["vocabulary-ceiling"]
 
 
 def check_seeds(seeds, tmp_path):
@@ -232,7 +264,7 @@ def test_the_probe_computes_the_definition(dialect, target, checkpoints, small):
     g = definition.fuse(definition.aux(model.forward(ids)[1])[:n])
     tokens, row = ids[1:n + 1], torch.arange(n)
     depth = torch.zeros(n, dtype=torch.long)
-    for step, logits in enumerate(subject.steps(Reading(plan.config), rows, 3)):
+    for step, logits in enumerate(subject.steps(Reading.of(plan.config), rows, 3)):
         mask = (depth == 0) & (row <= row[:, None]) | (depth > 0) & (depth <= depth[:, None]) & (row == row[:, None])
         out, following = definition.forward(tokens, g, row + depth, mask)
         assert_close(f"depth {step + 1}", out[-n:], logits[:n], 1e-4)
@@ -263,7 +295,7 @@ def saved(path, ids, parts, last, form):
 def compared(small, path):
     heard = hear(str(small[0]), [[5, 6]], str(path), 8, latent_norm_eps=1e-6, device="cpu", dtype="float32")
     subject = own_subject(heard, open_draft(str(small[2] / "plain"), heard.config))[0]
-    _, parts, last, text = heard.saved
+    parts, last, text = heard.saved
     findings, sources = compare(replace(subject, text=text), parts, last, (2, 4, 5))
     return {finding.name: finding for finding in findings}, sources
 
