@@ -162,7 +162,8 @@ def probe(subject, declared, target, facts, note, open_fields=frozenset()):
             findings.append(reading_finding(name, value, getattr(best, name), known[declared], known[best]))
     name, opposite = ("post", "pre") if declared.config.norm_output else ("pre", "post")
     found, other = depths(subject, declared, name), depths(subject, best, opposite)
-    findings += recycling(found if best == declared else depths(subject, best, name), other, name, rows)
+    given = found if best == declared else depths(subject, best, name)
+    findings += recycling(given, other, name, rows)
     shuffled, true, least = score(subject, replace(best, form="shuffled"), rows), subject.text.after(2)[0], known[best].agreement
     weak = "" if known[best].beats(shuffled) and (findings or least > 0.3) else "weak-draft" if known[best].beats(shuffled) else "states-unused"
     findings += [finding(weak, f"agreement {least:.3f}", shuffled=f"{shuffled.agreement:.3f}",
@@ -170,7 +171,7 @@ def probe(subject, declared, target, facts, note, open_fields=frozenset()):
     oov = 0.0 if subject.ids is None else (~torch.isin(true[rows], subject.ids)).float().mean().item()
     findings += trend(known[best], subject.text, rows, oov)
     facts |= {"agreement": known[declared].agreement, "agreement_with_other_states": shuffled.agreement, "readings_compared": len(known),
-              "depth": {f"recycling_{name}_norm": found.agreement, f"recycling_{opposite}_norm": other.agreement}, "cannot_propose": oov,
+              "depth": {f"recycling_{name}_norm": given.agreement, f"recycling_{opposite}_norm": other.agreement}, "cannot_propose": oov,
               "captured_states": statistics(subject, declared.capture)}
     return findings, found, best.capture
 

@@ -61,7 +61,7 @@ def audit(folder, target, scratch, reading):
             text = str(error).replace(f"{at}/", "").replace(f"{at}:", "").strip()
         match, name, mend = next((match, *row) for pattern, *row in REFUSALS if (match := re.search(pattern, text)))
         done, (what, _, way) = mend(files, match, target) if mend else False, text.rpartition("; ")
-        found.append(finding(name, what, {"refused": text}, done or way))
+        found.append(finding(name, what, {"refused": text}, done, way=way))
         if done is False:
             break
         files.write(at := scratch)
@@ -92,6 +92,7 @@ def set_flag(f, match, target):
     for place in f.places():
         place.pop({"fc_norm": "use_aux_norm"}.get(match[1]), None)
     f.set(match[1], match[2] == "False")
+    return f"set {match[1]} to {str(match[2] == 'False').lower()} in config.json"
 
 
 def name_layers(f, match, target):

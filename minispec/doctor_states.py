@@ -11,10 +11,9 @@ from minispec.weights.checkpoint import read_header
 
 
 def statistics(subject, capture):
-    """One dict a captured part: its source layer, mean norm, mean, spread (standard deviation) and the first five values of the first row."""
-    parts = [(layer, subject.text.states[layer]) for layer in capture]
-    return [{"layer": layer, "norm": x.norm(dim=-1).mean().item(), "mean": x.mean().item(), "spread": x.std().item(),
-             "first_five": x[0, :5].tolist()} for layer, x in parts]
+    """"layer i" of each captured part -> mean norm, mean, spread (standard deviation) and the first five values of the first row."""
+    return {f"layer {layer}": {"norm": x.norm(dim=-1).mean().item(), "mean": x.mean().item(), "spread": x.std().item(),
+                               "first_five": x[0, :5].tolist()} for layer in capture for x in [subject.text.states[layer]]}
 
 
 def read_states(path, width):

@@ -56,7 +56,7 @@ def test_the_callers_reading_is_the_declared_one(target, draft, checkpoints):
     """--capture and the flags act in doctor as in the engine."""
     prompts = [[7 + i, 301, 45, 12 + i, 99] for i in range(0, 60, 5)]
     diagnosis = diagnose(target, checkpoints.fitted(target, **DIALECTS["speculators"]), prompts, max_tokens=32, capture=(0, 3, 7), norm_output=False)
-    assert [part["layer"] for part in diagnosis.facts["captured_states"]] == [0, 3, 7]
+    assert list(diagnosis.facts["captured_states"]) == ["layer 0", "layer 3", "layer 7"]
     assert list(diagnosis.facts["depth"]) == ["recycling_pre_norm", "recycling_post_norm"]
 
 
