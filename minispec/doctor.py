@@ -86,8 +86,8 @@ def examine(heard, draft, dialect=None, note=lambda line: None, engine=True):
     reading |= {"overrides": {name: given[name] for name in given.keys() - reading}, "latent_norm_eps": heard.options["latent_norm_eps"]}
     with TemporaryDirectory() as scratch:
         findings, folder = audit(draft, config, scratch, reading)
-        if folder is None:
-            return Diagnosis.of(findings, {"not_probed": "the draft cannot be opened, even mended"})
+        if folder is None or any(one.name == "layer-untrained" for one in findings):
+            return Diagnosis.of(findings, {"not_probed": "a draft that does not open, or was never trained, says nothing under any reading"})
         plan = open_draft(str(folder), config, **reading)
         subject, lines = own_subject(heard, plan)
         facts = {"read_as": lines, "rope_of_the_target": str(config.rope), "rope_of_the_draft": str(plan.config.rope),

@@ -104,8 +104,9 @@ def name_layers(f, match, target):
     listed = [place.pop(key) for place in f.places() for key in (IDS, "layer_ids") if key in place]
     ids = sorted({i + outputs for i in listed[0] if type(i) is int and 0 <= i + outputs <= n}) if listed and isinstance(listed[0], list) else []
     default = [2, n // 2, n - 3] if count == 3 and n > 5 else [round((i + 1) * n / (count + 1)) for i in range(count)]
-    f.config["eagle_config"] = {**f.section("eagle_config"), IDS: ids if len(ids) == count else default, "capture_convention": "input",
-                                "use_aux_hidden_state": True}
+    eagle = f.section("eagle_config")
+    f.config["eagle_config"] = {**eagle, IDS: ids if len(ids) == count else default, "capture_convention": "input", "use_aux_hidden_state": True}
+    return None if eagle.get("use_aux_hidden_state") is not False else "set eagle_config.use_aux_hidden_state to true"
 
 
 def mend_map(f, match, target):
