@@ -161,8 +161,7 @@ def probe(subject, declared, target, facts, note, open_fields=frozenset()):
         if name not in open_fields:
             findings.append(reading_finding(name, value, getattr(best, name), known[declared], known[best]))
     name, opposite = ("post", "pre") if declared.config.norm_output else ("pre", "post")
-    found, other = depths(subject, declared, name), depths(subject, best, opposite)
-    given = found if best == declared else depths(subject, best, name)
+    found, given, other = (depths(subject, *which) for which in ((declared, name), (best, name), (best, opposite)))
     findings += recycling(given, other, name, rows)
     shuffled, true, least = score(subject, replace(best, form="shuffled"), rows), subject.text.after(2)[0], known[best].agreement
     weak = "" if known[best].beats(shuffled) and (findings or least > 0.3) else "weak-draft" if known[best].beats(shuffled) else "states-unused"

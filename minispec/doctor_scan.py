@@ -94,8 +94,7 @@ def search(subject, declared, rope, rows, open_fields=frozenset()):
         tried = []
         for place, edit in enumerate(edits):
             reading = edit(best)
-            lens = reading.bypass is not None and reading.shift == 0     # the target's own next token, read off its own state
-            if reading != best and not lens and measured(reading).beats(measured(best)):
+            if reading != best and (reading.bypass is None or reading.shift) and measured(reading).beats(measured(best)):
                 tried.append((measured(reading).agreement, -measured(reading).rank.nanmean().item(), place, reading))
         if not tried:
             break
