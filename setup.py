@@ -16,7 +16,7 @@ setup(
     # because the top-level name `kernels` belongs to another distribution.
     package_dir={"minispec": "minispec", "minispec.kernels": "kernels", "minispec.weights": "weights", "minispec.bench": "bench"},
     packages=["minispec", "minispec.kernels", "minispec.weights", "minispec.bench"],
-    package_data={"minispec.weights": ["default/*", "default/*/*"], "minispec.bench": ["prompts.jsonl"]},
+    package_data={"minispec": ["doctor.md"], "minispec.weights": ["default/*", "default/*/*"], "minispec.bench": ["prompts.jsonl"]},
     install_requires=[
         "torch>=2.6",
         'triton; sys_platform == "linux"',

@@ -15,8 +15,9 @@ from minispec import __version__
 from minispec.errors import MinispecError
 from minispec.fields import printable
 from minispec.launch import environment
-from minispec.options import BENCH, CHOICE, DIALECT, ENGINE, IDS, MEMORY, MODELS, RANKS, SAMPLING, stacked
+from minispec.options import BENCH, CHOICE, DEVICE, DIALECT, ENGINE, IDS, MEMORY, MODELS, PROMPTS, RANKS, SAMPLING, stacked
 from minispec.printer import Printer
+from minispec.prompts import read_prompts
 from minispec.stats import Acceptance, gather
 
 
@@ -72,35 +73,6 @@ def open_engine(**options):
     return engine
 
 
-def read_prompts(texts, files, ids):
-    """Prompts in the order texts, files, ids. A prompt `-` is standard input, read once, kept to the byte."""
-    if texts.count("-") > 1:
-        raise MinispecError("--prompt - is given twice, but standard input can be read once")
-    if "-" in texts and sys.stdin is None:
-        raise MinispecError("--prompt -: standard input is closed; give it a text")
-    if "-" in texts and sys.stdin.isatty():
-        note("reading the prompt from standard input; end it with Ctrl-D")
-    prompts = [decoded(sys.stdin.buffer.read(), "--prompt -") if text == "-" else decoded(os.fsencode(text), "--prompt") for text in texts]
-    for file in files:
-        try:
-            prompts.append(decoded(Path(file).read_bytes(), file))
-        except OSError as error:
-            raise MinispecError(f"--prompt-file {file}: {error.strerror}; give a readable text file") from error
-    prompts += map(list, ids)
-    if not prompts or not all(prompts):
-        what = f"prompt {prompts.index('') + 1} is empty" if prompts else "no prompt"
-        raise MinispecError(f"{what}; give --prompt TEXT, --prompt - for standard input, or --prompt-file FILE")
-    return prompts
-
-
-def decoded(data, where):
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        found = f"byte {error.start} is {data[error.start]:#04x}"
-        raise MinispecError(f"{where}: {found}, which is not UTF-8; convert the text") from error
-
-
 WORDS = """Words: a token is an id; a node a token in a draft tree, whose root is the pending true token; a row one line of a forward; a
 position a token's absolute place; a slot a place in a cache; the root's depth is 0. draft-steps: levels of the tree. topk: children
 tried a node. nodes: draft tokens verified a round, the root excluded. accepted: draft tokens only. emitted: accepted + 1. Acceptance
@@ -131,7 +103,7 @@ def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
         raise click.UsageError(f"--json prints one object with the figures in it: drop {'--stats' if stats else '--show-draft'}")
     if options["logprobs"] and not as_json:
         raise click.UsageError("--logprobs has no place in the text: add --json")
-    prompts = read_prompts(texts, files, ids)
+    prompts = read_prompts(texts, files, ids, note)
     chosen = given({name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__})
     params = SamplingParams(**chosen | ({"logit_bias": dict(chosen["logit_bias"])} if "logit_bias" in chosen else {}))
     with open_engine(**options) as engine:
@@ -194,6 +166,21 @@ def inspect(directory, as_json, **options):
 
 
 @commands.command(epilog=WORDS)
+@stacked(*MODELS, *DIALECT, *DEVICE, PROMPTS)
+@click.option("--training-states", metavar="FILE", help="One sample that a trainer saved (speculators, SpecForge): .safetensors, .pt or .ckpt.")
+@click.option("--max-tokens", type=click.IntRange(8), help="Tokens that the target writes after each prompt, 96 by default.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def doctor(file, as_json, **options):
+    """Why is my acceptance low? Exit status 0: sound, 1: findings, 2: files that cannot be read."""
+    from minispec.bench import read_jsonl
+    from minispec.doctor import diagnose
+
+    found = diagnose(prompts=read_jsonl(file) if file else None, note=note, **given(options))
+    click.echo(found.json() if as_json else found.text())
+    return 0 if found.sound else 1
+
+
+@commands.command(epilog=WORDS)
 @stacked(*BENCH, *CHOICE, *ENGINE)
 def bench(file, per_kind, max_tokens, repeats, threads, batch, sweep, sweep_draft_steps, sweep_topk, sweep_nodes, plot, json_file, **options):
     """Plain and speculative decoding in one process; no speed-up is printed before their ids are equal.
@@ -204,11 +191,11 @@ def bench(file, per_kind, max_tokens, repeats, threads, batch, sweep, sweep_draf
 
     from minispec.bench.compare import compare, shapes
     from minispec.bench.plot import draw, figure
-    from minispec.bench.readings import read_prompts
+    from minispec.bench import readings
     from minispec.params import SamplingParams
 
     serve()
-    prompts, grid = read_prompts(file, per_kind), (sweep_draft_steps, sweep_topk, sweep_nodes)
+    prompts, grid = readings.read_prompts(file, per_kind), (sweep_draft_steps, sweep_topk, sweep_nodes)
     sweep = shapes(*grid) if sweep or any(grid) else []
     if sweep and repeats < 2:
         raise MinispecError("--sweep chooses on one half of the repeats and reports the other: give --repeats of at least 2")

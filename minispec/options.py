@@ -72,14 +72,17 @@ RANKS = (
     click.option("--expert-parallel", is_flag=True, default=None, help="Ranks hold whole routed experts; default: each a part of all."),
     click.option("--shard-latent", is_flag=True, default=None, help="Ranks share q_a and kv_a too: fewer bytes, one more gather a layer."),
 )
+DEVICE = (
+    click.option("--device", help="auto (default), cpu, cuda or cuda:N."),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+                 help="auto (default) is float32 on CPU and bfloat16 on CUDA."),
+)
 ENGINE = (
     *MODELS,
     click.option("--draft-steps", type=int, help="Levels of the draft tree, 6 by default; 0 is plain decoding."),
     click.option("--topk", type=int, help="Children tried a node, 4 by default; 1 makes a chain."),
     click.option("--nodes", type=int, help="Draft tokens verified a round, the root excluded; default: draft-steps."),
-    click.option("--device", help="auto (default), cpu, cuda or cuda:N."),
-    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-                 help="auto (default) is float32 on CPU and bfloat16 on CUDA."),
+    *DEVICE,
     *RANKS,
     click.option("--patience", type=float, help="Seconds without progress, 20 by default, after which a run of several ranks is ended."),
     click.option("--max-length", type=int, help="Tokens a request may hold, prompt included; default: the target's context."),
@@ -96,9 +99,10 @@ CHOICE = (
     click.option("--seed", type=int, help="0 by default. A seed gives the same text with any draft or none."),
     click.option("--ignore-eos", is_flag=True, default=None, help="Do not end at the model's own stop tokens."),
 )
+PROMPTS = click.option("--prompts", "file", metavar="FILE", help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}, with a '
+                       '"kind" or without; default: those that come with minispec, 40 of 5 kinds, of which doctor takes 10.')
 BENCH = (
-    click.option("--prompts", "file", metavar="FILE",
-                 help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}, with a "kind" or without; default: 40 prompts of 5 kinds.'),
+    PROMPTS,
     click.option("--per-kind", type=click.IntRange(1), help="Only so many prompts of each kind, the first ones."),
     click.option("--max-tokens", type=int, default=96, show_default=True),
     click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times that each prompt runs in each mode."),
