@@ -12,11 +12,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    # In a checkout kernels/ and weights/ lie beside minispec/; installed, they lie inside it,
+    # In a checkout kernels/, weights/ and bench/ lie beside minispec/; installed, they lie inside it,
     # because the top-level name `kernels` belongs to another distribution.
-    package_dir={"minispec": "minispec", "minispec.kernels": "kernels", "minispec.weights": "weights"},
-    packages=["minispec", "minispec.kernels", "minispec.weights"],
-    package_data={"minispec.weights": ["default/*", "default/*/*"]},
+    package_dir={"minispec": "minispec", "minispec.kernels": "kernels", "minispec.weights": "weights", "minispec.bench": "bench"},
+    packages=["minispec", "minispec.kernels", "minispec.weights", "minispec.bench"],
+    package_data={"minispec": ["doctor.md"], "minispec.weights": ["default/*", "default/*/*"], "minispec.bench": ["prompts.jsonl"]},
     install_requires=[
         "torch>=2.6",
         'triton; sys_platform == "linux"',

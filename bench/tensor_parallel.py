@@ -252,10 +252,10 @@ def main():
                 if any(child.exitcode for child in children):
                     sys.exit(f"a rank of {size} ended with {[child.exitcode for child in children]}")
                 results.append(queue.get())
-    result = {"command": " ".join(["python -m bench.tensor_parallel", *sys.argv[1:]]), "runs": results,
-              "environment": environment(torch.device("cpu" if args.smoke else "cuda"))}
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+                result = {"command": " ".join(["python -m bench.tensor_parallel", *sys.argv[1:]]), "runs": results,
+                          "environment": environment(torch.device("cpu" if args.smoke else "cuda"))}
+                if args.json:
+                    args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(result))
 
 

@@ -1,7 +1,7 @@
 """After the target's choice: which rows it agrees with, and the move that makes their cache entries permanent."""
 import torch
 
-from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
+from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 
 
 def accept(tokens, parents, valid, words, choice, logprobs, finite):
@@ -37,7 +37,8 @@ def accept_ref(tokens, parents, valid, words, choice, logprobs, finite):
 def publish(count, tokens, valid, state):
     """What a captured round tells the host, int64 [B, R + 2]: count, tokens, and how many rows were verified; and `state` moves on, in place.
 
-    count int64 [B], tokens int64 [B, R]: of `accept`; valid bool [B, R]; state int64 [5, B]: length, pending, room, seat, alive (0: the request stays put).
+    count int64 [B], tokens int64 [B, R]: of `accept`; valid bool [B, R]; state int64 [5, B]: length, pending, room, seat, alive (0: the
+    request stays put).
     """
     if not use_triton(tokens):
         return publish_ref(count, tokens, valid, state)
@@ -85,9 +86,7 @@ def move_ref(cache, table, page_size, length, rows, count):
 @jit
 def _accept(p_tokens, p_parents, p_valid, p_words, p_choice, p_logprobs, p_finite, p_rows, p_count, p_following, p_logs, rows,
             LOGPROBS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_row, i_batch = tl.arange(0, ROWS), tl.program_id(0)
     real, base = i_row < rows, tl.program_id(0) * rows
     at = base + i_row
@@ -110,9 +109,7 @@ def _accept(p_tokens, p_parents, p_valid, p_words, p_choice, p_logprobs, p_finit
 
 @jit
 def _publish(p_count, p_tokens, p_valid, p_state, p_out, batch, size, R: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_b, i_r = tl.program_id(0).to(tl.int64), tl.arange(0, R)
     count = tl.load(p_count + i_b)
     moved = count * tl.load(p_state + 4 * batch + i_b)
@@ -129,9 +126,7 @@ def _publish(p_count, p_tokens, p_valid, p_state, p_out, batch, size, R: tl.cons
 @jit
 def _move(p_cache, p_table, p_length, p_rows, p_count, layer_stride, pages, rows, width, PAGE: tl.constexpr, ROWS: tl.constexpr,
           WIDTH: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_layer, i_batch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_j, i_column = tl.arange(0, ROWS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     length = tl.load(p_length + i_batch)

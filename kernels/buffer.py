@@ -1,7 +1,7 @@
 """The hidden-state buffer on the device: what the target leaves there, and the rows with which the draft reads it."""
 import torch
 
-from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
+from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 from minispec.kernels.tree import slots_at, slots_of
 
 
@@ -63,9 +63,7 @@ def unread_ref(following, count, seats, length, size, table, page_size):
 @jit
 def _keep(p_states, p_rows, p_tokens, p_count, p_seats, p_buffer, p_next, p_counts, many, size, width, capacity, BLOCK: tl.constexpr,
           APPEND: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_b, i_j, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     seat, row = tl.load(p_seats + i_b), tl.load(p_rows + i_b * size + i_j)
     to = seat * capacity + (tl.minimum(tl.load(p_counts + seat) + i_j, capacity - 1) if APPEND else i_j)
@@ -78,9 +76,7 @@ def _keep(p_states, p_rows, p_tokens, p_count, p_seats, p_buffer, p_next, p_coun
 @jit
 def _unread(p_next, p_count, p_seats, p_length, p_table, p_ints, p_last, batch, capacity, s_table, SIZE: tl.constexpr, R: tl.constexpr,
             PAGE: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_b, i_r = tl.program_id(0).to(tl.int64), tl.arange(0, R)
     seat, length, live = tl.load(p_seats + i_b), tl.load(p_length + i_b), i_r < SIZE
     count = tl.load(p_count + seat)

@@ -3,7 +3,7 @@
 What bounds it is reading the weights. A warp of a program takes its own part of K (the leading axis of the dots), so that a short K
 and few output rows still put enough warps to work, and sums meet in a fixed order without atomics.
 """
-from minispec.kernels.jit import jit, tl
+from minispec.kernels.jit import follow, jit, tl
 
 
 @jit
@@ -119,7 +119,8 @@ def _share(p_ids, p_weights, e, i_m, valid, TOPK: tl.constexpr, KP: tl.constexpr
 
 
 @jit
-def active_list(p_ids, p_weights, p_active, p_dense, rows, E: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+def active_list(p_ids, p_weights, p_active, p_dense, rows, E: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr,
+                ROWS: tl.constexpr):
     """active[slot] = e | the rows that take it as bits << 16, for the active experts e in ascending order, -1 past the last; active[-1]
     how many there are; dense [slot, ROWS] the expert's weight in each row."""
     slot, i_m = tl.program_id(0), tl.arange(0, ROWS)
@@ -132,13 +133,12 @@ def active_list(p_ids, p_weights, p_active, p_dense, rows, E: tl.constexpr, TOPK
 
 @jit
 def up(p_x, p_ids, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, slots, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr,
-       LIST: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+       LIST: tl.constexpr, PDL: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
+       E: tl.constexpr, EP: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
        SPLIT: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, DOT: tl.constexpr, UNIT: tl.constexpr):
     """h = weight * silu(gate x) * up x, BN / 2 columns of it for one expert. Few rows: h [slot, row, I] of BM of the rows that take it;
     sorted: h [pair, I]. LIST: it makes active_list's list itself, and for `down` to read."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     TILES: tl.constexpr = (I + BN // 2 - 1) // (BN // 2)
     slot, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     i_m = tl.arange(0, BM)
@@ -189,13 +189,12 @@ def up(p_x, p_ids, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, s
 
 @jit
 def down(p_h, p_w, p_s, p_inner, p_shared, p_base, p_out, p_active, p_start, rows, slots, SHARED: tl.constexpr, BASE: tl.constexpr,
-         PARTS: tl.constexpr, PDL: tl.constexpr, H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+         PARTS: tl.constexpr, PDL: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
+         E: tl.constexpr, EP: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
          SPLIT: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, DOT: tl.constexpr, UNIT: tl.constexpr):
     """BN columns of the output. Few rows: the sum over all active experts, ascending, of one of PARTS ranges of I; sorted: one expert's
     part for its pairs. SHARED > 0: plus the shared expert's inner [rows, SHARED] by its matrix [H, SHARED]."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     TILES: tl.constexpr = (H + BN - 1) // BN
     BLOCKS: tl.constexpr = (I + SPLIT * BK - 1) // (SPLIT * BK) // PARTS
     part = tl.program_id(0) // TILES
@@ -221,9 +220,9 @@ def down(p_h, p_w, p_s, p_inner, p_shared, p_base, p_out, p_active, p_start, row
     out = tl.sum(acc, 0) * UNIT
     if SHARED:
         acc = tl.zeros((SPLIT, BN, BM), tl.float32)
+        p_we, p_rows = p_shared + clamped.to(tl.int64)[None, :, None] * SHARED, p_inner + i_m[None, None, :].to(tl.int64) * SHARED
         for k in range(0, SHARED, SPLIT * BK):
-            acc = _multiply(acc, p_shared + clamped.to(tl.int64)[None, :, None] * SHARED, p_shared, p_inner + i_m[None, None, :].to(tl.int64) * SHARED,
-                            k, valid, H, SHARED, BN, BK, SPLIT, "plain", False, DOT)
+            acc = _multiply(acc, p_we, p_shared, p_rows, k, valid, H, SHARED, BN, BK, SPLIT, "plain", False, DOT)
         out += tl.sum(acc, 0)
     mask = (i_n < H)[:, None] & valid[None, :]
     at = i_out[None, :].to(tl.int64) * H + i_n[:, None]

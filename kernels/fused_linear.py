@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from minispec.kernels.jit import INTERPRET, jit, pdl, power_of_two, tl, use_triton
+from minispec.kernels.jit import INTERPRET, follow, jit, pdl, power_of_two, tl, use_triton
 from minispec.kernels.linear import linear
 
 ROWS = 16           # of a program
@@ -118,9 +118,7 @@ def _norm(p_x, p_weight, p_out, s_x, eps, W: tl.constexpr, WP: tl.constexpr, PDL
     T: tl.constexpr = p_out.dtype.element_ty
     i_row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WP)
     weight = tl.load(p_weight + i, mask=i < W, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     x = tl.load(p_x + i_row * s_x + i, mask=i < W, other=0.0).to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, 0) / W + eps)).to(T).to(tl.float32) * weight
     tl.store(p_out + i_row * W + i, x.to(T), mask=i < W)
@@ -164,9 +162,7 @@ def product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, i_n, i_row, rows, s
     p_w += i_n.to(tl.int64)[None, :, None] * K
     if K <= SPLIT * BK:
         w = tl.load(p_w + k[:, None, :], mask=(k < K)[:, None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     at = i_row.to(tl.int64)
     if K1 < K:
         p_y += (tl.load(p_take + at, mask=real, other=0) if TAKE else at) * s_y

@@ -30,6 +30,13 @@ def _overlaps(device):
 
 
 def pdl(x):
-    """Launch options of a kernel that waits (PDL: gdc_wait, then gdc_launch_dependents) before it touches what another kernel wrote or
-    reads: on Hopper its launch overlaps the end of the kernel before it."""
+    """Launch options of a kernel that calls `follow` before it touches what another wrote or reads."""
     return {"PDL": 1, "launch_pdl": True} if x.is_cuda and _overlaps(x.device) else {"PDL": 0}
+
+
+@jit
+def follow(PDL: tl.constexpr):
+    """Wait for the kernel before, then let the one after be launched: on Hopper a launch overlaps the kernel before it (pdl)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

@@ -127,7 +127,8 @@ def moe(x, w13, w2, ids, weights, base=None, shared=None, config=None):
         x, ids, weights if many or small else taken, v13, s13, h, active, start, order, rows, slots, ROWS=all_rows, BM=block, BN=bn, BK=bk,
         SPLIT=split, num_warps=split, num_stages=stages, maxnreg=None if block == 32 or small else registers, **lists, **overlap, **common)
     down[(slots if many else parts) * -(-hidden // bn2),](
-        h, v2, s2, *(shared or (None, None)), base, last, active, start, rows, slots, SHARED=shared[0].shape[1] if shared else 0, BASE=base is not None and last is out, PARTS=1 if many else parts,
+        h, v2, s2, *(shared or (None, None)), base, last, active, start, rows, slots,
+        SHARED=shared[0].shape[1] if shared else 0, BASE=base is not None and last is out, PARTS=1 if many else parts,
         BM=block2, BN=bn2, BK=bk2, SPLIT=split2, num_warps=split2, num_stages=stages2,
         maxnreg=None if block == 32 or small else registers2, **overlap, **common)
     if last is not out:

@@ -3,37 +3,13 @@
     latent_front    the second half of MLA's projections: q_b, absorption of UK, rotation of queries and key, norm of the latent, cache write
     latent_lift     after attention: the splits merged, then lifted by UV
     heads_front     projections of MHA or GQA with their norms, rotation and cache write
-"""
-from dataclasses import dataclass
-from functools import cached_property
 
+Angles are those of minispec/layers.py.
+"""
 import torch
 
 from minispec.kernels.fused_linear import ROWS, SMALL, configure, dot_type, few, fused_linear, fused_linear_ref, inputs, product, rms_norm
-from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
-
-
-@dataclass(frozen=True)
-class Angles:
-    """Rotary embedding at positions int64 [B, R], contiguous: x * cos + x[partner] * sin, the sign of the rotation inside sin.
-
-    cos, sin fp32 [length, dim]; partner int64 [dim]: the channel that a channel is rotated with; interleaved: pairs are neighbours.
-    """
-    cos: torch.Tensor
-    sin: torch.Tensor
-    partner: torch.Tensor
-    interleaved: bool
-    positions: torch.Tensor
-
-    @cached_property
-    def gathered(self):
-        """(cos, sin) fp32 [B, R, 1, dim], once a forward for all layers and heads."""
-        return self.cos[self.positions].unsqueeze(2), self.sin[self.positions].unsqueeze(2)
-
-    def rotate(self, x):
-        """x [B, R, heads, dim] -> the same, rotated in fp32."""
-        cos, sin = self.gathered
-        return torch.addcmul(x * cos, x.index_select(-1, self.partner), sin).to(x.dtype)
+from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 
 
 def latent_front(a, q_norm, q_b, kv_norm, kv_b, nope, eps, angles, slots, cache, exact=False):
@@ -67,14 +43,19 @@ def latent_front(a, q_norm, q_b, kv_norm, kv_b, nope, eps, angles, slots, cache,
 
 
 def latent_front_ref(a, q_norm, q_b, kv_norm, kv_b, nope, eps, angles, slots, cache, exact=False):
+    q_nope, q_rope = latent_queries(a, q_norm, q_b, kv_norm, kv_b, nope, eps, angles, slots, cache)
+    return torch.cat([torch.matmul(q_nope.transpose(1, 2), kv_b[:, :nope]).transpose(1, 2), q_rope], -1)
+
+
+def latent_queries(a, q_norm, q_b, kv_norm, kv_b, nope, eps, angles, slots, cache):
+    """The same, but for UK: (q_nope [B, R, H, nope], q_rope [B, R, H, rope])."""
     rank, rope = kv_b.shape[-1], angles.cos.shape[-1]
     q, latent, k_rope = a.split([a.shape[-1] - rank - rope, rank, rope], -1)
     if q_b is not None:
         q = fused_linear_ref(q, q_b, q_norm, eps)
     q_nope, q_rope = q.unflatten(-1, (len(kv_b), nope + rope)).split([nope, rope], -1)
     cache[slots] = torch.cat([rms_norm(latent, kv_norm, eps).unsqueeze(2), angles.rotate(k_rope.unsqueeze(2))], -1)
-    q_latent = torch.matmul(q_nope.transpose(1, 2), kv_b[:, :nope]).transpose(1, 2)                    # [B, R, H, rank]
-    return torch.cat([q_latent, angles.rotate(q_rope)], -1)
+    return q_nope, angles.rotate(q_rope)
 
 
 def latent_lift(part, lse, kv_b, nope, exact=False):
@@ -121,11 +102,11 @@ def heads_front(x, weight, norm, eps, *, index, second, norm2, take, q_norm, k_n
     x, second = x.flatten(0, -2), None if named["second"] is None else named["second"].flatten(0, -2)
     c = configure(*weight.shape, x.element_size())
     _heads_front[heads + 2 * kv_heads, -(-rows // ROWS)](
-        x, second, norm, named["norm2"], weight.contiguous(), named["index"], named["take"], q_norm, k_norm, angles.cos, angles.sin, angles.positions, slots,
-        cache, out, rows, x.stride(0), 0 if second is None else second.stride(0), cache.stride(0), cache.stride(1), eps, H=heads, KV=kv_heads,
-        D=depth, DH=max(8, power_of_two(depth // 2)), FUSED=fused, QK=q_norm is not None, PAIRS=angles.interleaved,
-        INDEX=named["index"] is not None, TAKE=named["take"] is not None, **inputs(c, weight.shape[1], x.shape[-1], norm, named["norm2"], dtype), num_warps=c.SPLIT,
-        num_stages=c.stages, **pdl(x))
+        x, second, norm, named["norm2"], weight.contiguous(), named["index"], named["take"], q_norm, k_norm, angles.cos, angles.sin,
+        angles.positions, slots, cache, out, rows, x.stride(0), 0 if second is None else second.stride(0), *cache.stride()[:2], eps, H=heads,
+        KV=kv_heads, D=depth, DH=max(8, power_of_two(depth // 2)), FUSED=fused, QK=q_norm is not None, PAIRS=angles.interleaved,
+        INDEX=named["index"] is not None, TAKE=named["take"] is not None,
+        **inputs(c, weight.shape[1], x.shape[-1], norm, named["norm2"], dtype), num_warps=c.SPLIT, num_stages=c.stages, **pdl(x))
     return out
 
 
@@ -184,14 +165,12 @@ def _latent_front(p_a, p_q, p_qnorm, p_qb, p_kvnorm, p_kvb, p_cos, p_sin, p_posi
                      other=0.0)
         start = head * (NOPE + ROPE)
         if FUSED:
-            q = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, start + tl.minimum(i_n, NOPE - 1), i_row, rows, s_a, s_a, eps, K, K1, NORM,
-                        BK, SPLIT, ROWS, DOT, False, False, PDL)
+            q = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, start + tl.minimum(i_n, NOPE - 1), i_row, rows, s_a, s_a, eps, K,
+                        K1, NORM, BK, SPLIT, ROWS, DOT, False, False, PDL)
             r = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, start + NOPE + channel, i_row, rows, s_a, s_a, eps, K, K1, NORM,
                         BK, SPLIT, ROWS, DOT, False, False, 0).to(T).to(tl.float32)
         else:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
+            follow(PDL)
             q = tl.load(p_q + at[None, :] * s_q + start + i_n[:, None], mask=(i_n < NOPE)[:, None] & real[None, :], other=0.0)
             r = tl.load(p_q + at[None, :] * s_q + start + NOPE + channel[:, None], mask=turns, other=0.0).to(tl.float32)
         latent = tl.dot(uk.to(DOT), q.to(T).to(DOT), input_precision="ieee")
@@ -201,9 +180,7 @@ def _latent_front(p_a, p_q, p_qnorm, p_qb, p_kvnorm, p_kvb, p_cos, p_sin, p_posi
         r = _turn(r, p_cos, p_sin, channel, position, turns, ROPE, RP, ROWS)
         tl.store(p_query + RANK + channel[:, None], r.to(T), mask=turns & (i_2 >= tile * 2 * RP)[:, None])       # the first tile's
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        follow(PDL)
         i_l = tl.arange(0, RANKP)
         mask = (i_l < RANK)[:, None] & real[None, :]
         p_row = p_a + (at[None, :] * s_a + FIRST)
@@ -227,9 +204,7 @@ def _latent_lift(p_part, p_lse, p_kvb, p_out, rows, splits, H: tl.constexpr, NOP
     real, at = i_row < rows, i_row.to(tl.int64) * H + head
     p_uv = p_kvb + (head * (NOPE + V) + NOPE + i_v[:, None]).to(tl.int64) * RANK
     uv = tl.load(p_uv + i_k[None, :], mask=(i_v < V)[:, None] & (i_k < RANK)[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     total = tl.zeros([ROWS], tl.int64) + rows * H
     if MERGE:
         top, weight = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -257,10 +232,10 @@ def _latent_lift(p_part, p_lse, p_kvb, p_out, rows, splits, H: tl.constexpr, NOP
 
 
 @jit
-def _heads_front(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, p_qnorm, p_knorm, p_cos, p_sin, p_positions, p_slots, p_cache, p_out, rows, s_x, s_y,
-                 s_slot, s_kv, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DH: tl.constexpr, FUSED: tl.constexpr,
-                 QK: tl.constexpr, PAIRS: tl.constexpr, INDEX: tl.constexpr, TAKE: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr,
-                 BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr):
+def _heads_front(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, p_qnorm, p_knorm, p_cos, p_sin, p_positions, p_slots, p_cache, p_out, rows,
+                 s_x, s_y, s_slot, s_kv, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DH: tl.constexpr, FUSED: tl.constexpr,
+                 QK: tl.constexpr, PAIRS: tl.constexpr, INDEX: tl.constexpr, TAKE: tl.constexpr, K: tl.constexpr, K1: tl.constexpr,
+                 NORM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr):
     """One head of queries, keys or values a program."""
     T: tl.constexpr = p_out.dtype.element_ty
     head, i_row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -270,9 +245,7 @@ def _heads_front(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, p_qnorm, p_kno
         x = product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, head * D + channel, i_row, rows, s_x, s_y, eps, K, K1, NORM, BK, SPLIT, ROWS,
                     DOT, INDEX, TAKE, PDL).to(T).to(tl.float32)
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        follow(PDL)
         x = tl.load(p_x + at[None, :] * s_x + head * D + channel[:, None], mask=mask, other=0.0).to(tl.float32)
     i_head = head + tl.zeros([2 * DH], tl.int32)
     query, value = (i_head < H)[:, None], (i_head >= H + KV)[:, None]

@@ -1,7 +1,7 @@
 """Which nodes of a drafted tree are worth a row of the target's forward, and what the forward taught about the draft's probabilities."""
 import torch
 
-from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
+from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 
 BINS = 8            # of a draft's probability p: the bin is floor(-1.5 log p), the last one open
 PRIOR = 2.0         # expected acceptances that a cell of `trust` starts with, all of them met
@@ -11,8 +11,9 @@ def prune(laid, length, trust, price):
     """Rows of a laid tree that do not pay are made invalid, in one order over all requests.
 
     A node's probability p under its parent becomes min(1, p * accepted / expected) of its cell of trust fp32 [2, steps, BINS] (expected,
-    accepted); the gain of a node is the product along its path, so no parent is worth less than its child. Of all nodes in
-    descending order of gain the first n are kept, n the argmax of (sum of their gains) - price[n]; price fp32, in tokens, of 0 to B * (R - 1) nodes at least.
+    accepted); the gain of a node is the product along its path, so no parent is worth less than its child. Of all nodes in descending
+    order of gain the first n are kept, n the argmax of (sum of their gains) - price[n] (Dinkelbach's rule where price is cost times the
+    tokens a second reached); price fp32, in tokens, of 0 to B * (R - 1) nodes at least.
     laid: kernels.tree.Laid of [B, R] rows; length int64 [B]. Returns a Laid in which the other rows are as beyond the request's room.
     """
     if not use_triton(price):
@@ -34,7 +35,8 @@ def prune_ref(laid, length, trust, price):
     value = torch.where(order.values[:many] > -torch.inf, order.values[:many].exp().cumsum(0) - price[1:many + 1], -torch.inf)
     best = value.max(0)
     count = torch.where(best.values > -price[0], best.indices + 1, 0)
-    keep = torch.empty_like(laid.valid).view(-1).scatter_(0, order.indices, torch.arange(batch * size, device=price.device) < count).view(batch, size)
+    keep = torch.empty_like(laid.valid).view(-1).scatter_(0, order.indices, torch.arange(batch * size, device=price.device) < count)
+    keep = keep.view(batch, size)
     keep[:, 0] = laid.valid[:, 0]
     return laid._replace(valid=keep, seen=laid.words * keep, positions=torch.where(keep, laid.positions, length[:, None]), slots=laid.slots * keep)
 
@@ -42,7 +44,8 @@ def prune_ref(laid, length, trust, price):
 def calibrated(laid, trust):
     """fp32 [B, R]: the logarithm of each row's gain, -inf for the root and where not valid."""
     edge = laid.scores - laid.scores.gather(1, laid.parents)
-    edge = (edge + cells(edge, laid.depth, ((trust[1] + PRIOR) / (trust[0] + PRIOR)).log())).clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    edge = edge + ((trust[1] + PRIOR) / (trust[0] + PRIOR)).log().flatten()[cells(edge, laid.depth)]
+    edge = edge.clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     edge[:, 0] = 0
     bits = laid.words[..., None] >> torch.arange(edge.shape[1], device=edge.device) & 1
     gain = torch.where(bits.bool(), edge[:, None], 0).sum(-1).masked_fill_(~laid.valid, -torch.inf)
@@ -50,13 +53,9 @@ def calibrated(laid, trust):
     return gain
 
 
-def cells(edge, depth, table):
-    """table's value at each row's cell."""
-    return table.flatten()[(depth - 1).clamp(min=0) * BINS + place(edge)]
-
-
-def place(edge):
-    return (edge * -1.5).nan_to_num(nan=BINS).clamp(0, BINS - 1).long()
+def cells(edge, depth):
+    """Each row's cell of trust[0], flat, by its logarithm of p."""
+    return (depth - 1).clamp(min=0) * BINS + (edge * -1.5).nan_to_num(nan=BINS).clamp(0, BINS - 1).long()
 
 
 def trim(laid, length, table, page_size):
@@ -94,7 +93,7 @@ def learn_ref(laid, rows, count, trust, keep=0.995):
     accepted = torch.zeros_like(laid.valid).scatter_(1, rows, at < count[:, None])
     tried = accepted.gather(1, laid.parents) & laid.valid & (at > 0)
     edge = laid.scores - laid.scores.gather(1, laid.parents)
-    cell = ((laid.depth - 1).clamp(min=0) * BINS + place(edge)).flatten()
+    cell = cells(edge, laid.depth).flatten()
     trust.mul_(keep)
     for part, value in zip(trust, (edge.exp(), accepted.float())):
         part.view(-1).index_add_(0, cell, torch.where(tried, value, 0).flatten())
@@ -110,9 +109,7 @@ def _cell(edge, depth, BINS: tl.constexpr):
 def _prune(p_parents, p_depth, p_words, p_scores, p_valid, p_seen, p_positions, p_slots, p_length, p_trust, p_price, p_gains, batch,
            SIZE: tl.constexpr, B: tl.constexpr, R: tl.constexpr, CELLS: tl.constexpr, BINS: tl.constexpr, PRIOR: tl.constexpr,
            PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_b, i_r = tl.arange(0, B), tl.arange(0, R)
     at, real = i_b[:, None] * SIZE + i_r[None, :], (i_b < batch)[:, None] & (i_r < SIZE)[None, :]
     parents = tl.load(p_parents + at, mask=real, other=0)
@@ -154,9 +151,7 @@ def _prune(p_parents, p_depth, p_words, p_scores, p_valid, p_seen, p_positions, 
 @jit
 def _learn(p_parents, p_depth, p_scores, p_valid, p_rows, p_count, p_trust, batch, keep, SIZE: tl.constexpr, R: tl.constexpr,
            CELLS: tl.constexpr, C: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_r, i_c = tl.arange(0, R), tl.arange(0, C)
     expected = tl.load(p_trust + i_c, mask=i_c < CELLS, other=0.0) * keep
     accepted = tl.load(p_trust + CELLS + i_c, mask=i_c < CELLS, other=0.0) * keep

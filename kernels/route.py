@@ -2,7 +2,7 @@
 import torch
 
 from minispec.kernels.fused_linear import FEW, ROWS, column, configure, fused_linear, inputs, product, rms_norm, swiglu_store
-from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
+from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 from minispec.kernels.linear import linear
 
 
@@ -90,14 +90,12 @@ def _ffn_front(p_x, p_norm, p_gate_up, p_router, p_bias, p_live, p_h, p_inner, p
     """The first programs: tiles of the shared expert's gate and up. The others: a row each, its norm, its scores, its experts."""
     if tl.program_id(0) < TILES * BLOCKS:
         tile, i_row = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
-        acc = product(p_x, p_x, p_norm, p_norm, p_gate_up, p_ids, p_ids, column(tile, N, BN, True), i_row, rows, s_x, s_x, eps, K, K1, NORM, BK, SPLIT,
-                      ROWS, DOT, False, False, PDL)
+        acc = product(p_x, p_x, p_norm, p_norm, p_gate_up, p_ids, p_ids, column(tile, N, BN, True), i_row, rows, s_x, s_x, eps, K, K1, NORM, BK,
+                      SPLIT, ROWS, DOT, False, False, PDL)
         swiglu_store(acc, p_inner, tile, i_row, rows, N, BN, ROWS)
     else:
         T: tl.constexpr = p_h.dtype.element_ty
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        follow(PDL)
         i_one, i_h, i_f = (tl.program_id(0) - TILES * BLOCKS).to(tl.int64), tl.arange(0, HP), tl.arange(0, GP * SP)
         i_e = i_f // SP * (E // GROUPS) + i_f % SP
         live = (i_f % SP < E // GROUPS) & (i_f // SP < GROUPS)
@@ -149,7 +147,8 @@ def ffn_front_ref(x, norm, eps, router, bias, gate_up, exact=False, live=None, *
 def route(x, router, bias, live=None, *, scoring, topk, groups, topk_groups, group_top, normalise, scaling):
     """Which experts each row takes, and with what weight (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; V2's softmax routing too).
 
-    x [N, h]; router fp32 [E, h]; bias fp32 [E] or None: it steers the selection only, never the weight. live bool [N] or None: a row that is not takes E, an expert that nobody has. A group's score is the sum of its
+    x [N, h]; router fp32 [E, h]; bias fp32 [E] or None: it steers the selection only, never the weight. live bool [N] or None: a row that is not
+    takes E, an expert that nobody has. A group's score is the sum of its
     `group_top` best experts (2 in V3, 1 in V2); outside the topk_groups best groups no expert is taken.
     Returns ids int64 [N, topk], weights fp32 [N, topk], sum-normalised if `normalise`, times `scaling`. All in fp32.
     """

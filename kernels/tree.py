@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import torch
 
-from minispec.kernels.jit import jit, pdl, power_of_two, tl, use_triton
+from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 
 
 class Frontier(NamedTuple):
@@ -86,8 +86,8 @@ def level(tokens, logp, before, pool, depth, length, table, page_size):
     if batch:
         _level[batch,](tokens, logp, None if before is None else before.scores, None if before is None else before.index,
                        None if before is None else before.words, *pool, scores, ints, length, table, batch, pool.tokens.shape[1], base,
-                       (depth - 1) * topk, depth, table.stride(0), ROWS=rows, TOPK=topk, KP=power_of_two(topk), C=power_of_two(rows * topk),
-                       FIRST=before is None, PAGE=page_size, num_warps=1 if rows * topk <= 128 else 4, **pdl(tokens))
+                       (depth - 1) * topk, depth, table.stride(0), table.shape[1] * page_size, ROWS=rows, TOPK=topk, KP=power_of_two(topk),
+                       C=power_of_two(rows * topk), FIRST=before is None, PAGE=page_size, num_warps=1 if rows * topk <= 128 else 4, **pdl(tokens))
     return Frontier(scores, *ints)
 
 
@@ -108,9 +108,10 @@ def level_ref(tokens, logp, before, pool, depth, length, table, page_size):
     parent, entry = best // topk, (depth - 1) * topk + order
     words = 1 << entry
     words = words.expand(batch, -1) if before is None else before.words.gather(1, parent) | words
-    positions = (length + depth - 1)[:, None].expand(-1, topk)
+    positions, index = (length + depth - 1)[:, None].expand(-1, topk), length[:, None] + entry
+    inside = index < table.shape[1] * page_size         # the last level's nodes get no KV and may lie past every page
     return Frontier(scores.gather(1, best), place.start + best, words, flat.gather(1, best), positions,
-                    slots_of(table, page_size, length[:, None] + entry), positions + 1,
+                    torch.where(inside, slots_of(table, page_size, torch.where(inside, index, 0)), 0), positions + 1,
                     parent + torch.arange(batch, device=tokens.device)[:, None] * rows)
 
 
@@ -180,11 +181,9 @@ def slots_at(p_table, index, mask, PAGE: tl.constexpr):
 
 @jit
 def _level(p_tokens, p_logp, p_fscores, p_findex, p_fwords, p_pool_tokens, p_pool_scores, p_pool_parents, p_scores, p_ints, p_length, p_table,
-           batch, size, base, entry, depth, s_table, ROWS: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
+           batch, size, base, entry, depth, s_table, reach, ROWS: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
            FIRST: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_b, i_c, i_k = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, KP)
     real, live, n = i_c < ROWS * TOPK, i_k < TOPK, ROWS * TOPK
     score = tl.load(p_logp + i_b * n + i_c, mask=real, other=0.0)
@@ -219,7 +218,8 @@ def _level(p_tokens, p_logp, p_fscores, p_findex, p_fwords, p_pool_tokens, p_poo
     tl.store(p_ints + 2 * many, token, mask=live)
     position = length + depth - 1 + tl.zeros([KP], tl.int64)
     tl.store(p_ints + 3 * many, position, mask=live)
-    tl.store(p_ints + 4 * many, slots_at(p_table + i_b * s_table, length + entry + i_k, live, PAGE), mask=live)
+    index = length + entry + i_k
+    tl.store(p_ints + 4 * many, tl.where(index < reach, slots_at(p_table + i_b * s_table, index, live & (index < reach), PAGE), 0), mask=live)
     tl.store(p_ints + 5 * many, position + 1, mask=live)
     tl.store(p_ints + 6 * many, i_b * ROWS + chosen // TOPK, mask=live)
 
@@ -228,9 +228,7 @@ def _level(p_tokens, p_logp, p_fscores, p_findex, p_fwords, p_pool_tokens, p_poo
 def _plant(p_tokens, p_scores, p_parents, p_pending, p_length, p_room, p_table, p_ints, p_out, p_valid, batch, s_table,
            ENTRIES: tl.constexpr, P: tl.constexpr, NODES: tl.constexpr, R: tl.constexpr, TOPK: tl.constexpr, PAGE: tl.constexpr, DEPTH: tl.constexpr,
            PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     i_b, i_r, i_p = tl.program_id(0).to(tl.int64), tl.arange(0, R), tl.arange(0, P)
     live = i_r <= NODES
     pending, length, room = tl.load(p_pending + i_b), tl.load(p_length + i_b), tl.load(p_room + i_b)

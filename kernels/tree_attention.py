@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from minispec.kernels.jit import jit, power_of_two, tl, use_triton
+from minispec.kernels.jit import follow, jit, power_of_two, tl, use_triton
 from minispec.kernels.jit import pdl as overlap
 from minispec.kernels.view import EXACT, View, _entries, _pairs, _seen, _span  # noqa: F401
 
@@ -107,7 +107,8 @@ def tree_attention(q, cache, view, scale, values, config=None, merge=True):
     grid = rows * -(-group // c.M) if view.exact else -(-rows * group // c.M), c.splits, batch * kv_heads
     if c.stages:
         _attend[grid](*arguments, **sizes, **more, V0=first, JOINT=joint, BK=max(16, power_of_two(key)),
-                      BR=rest and max(16, power_of_two(rest)), BV=max(16, power_of_two(dv)), num_stages=c.stages, **({"launch_pdl": True} if pdl else {}))
+                      BR=rest and max(16, power_of_two(rest)), BV=max(16, power_of_two(dv)), num_stages=c.stages,
+                      **({"launch_pdl": True} if pdl else {}))
     else:
         hopper[grid](*arguments, **sizes, **more)
     if not merge and c.stages and c.splits > 1:
@@ -129,9 +130,7 @@ def _attend(p_q, p_cache, p_table, p_path, p_part, p_lse, p_prefix, p_words, p_b
     JOINT: keys are DK columns that are the values too, then DR more; else keys are DK columns and the values lie apart, from column V0."""
     i_tile, i_split, i_z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_kv = i_z // (HEADS // G), i_z % (HEADS // G)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     row, head, live, prefix, word = _pairs(p_prefix, p_words, s_pb, s_pr, s_wb, s_wr, rows, i_b, i_tile, tl.arange(0, M), G, M, LENGTH)
     union, base, top, end, length = _span(prefix, word, p_base + i_b, tl.arange(0, 64), tl.num_programs(1), N, LENGTH)
     start, stop = i_split * length, tl.minimum(i_split * length + length, end)

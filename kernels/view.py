@@ -8,7 +8,7 @@ Cache indices are counted in tokens of one request; the page table turns them in
 A row sees every index below its `prefix`, and index base + j where bit j of its ancestor word is set (itself included).
 A tree row has prefix = base; a prefill row i needs no word: prefix = base + i + 1.
 """
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -24,6 +24,7 @@ class View:
 
     exact: on the GPU no bit of a row depends on the rows beside it, nor on where in the tail its ancestors lie: they are taken in path
     order, as plain decoding would, in splits of EXACT, in tiles of one row's heads. It costs most where there are few heads.
+    chain: the rows are the last of `extent` entries, each seeing all up to itself.
     """
     table: torch.Tensor
     page_size: int
@@ -32,10 +33,7 @@ class View:
     words: torch.Tensor
     extent: int
     exact: bool = False
-
-    def only(self, rows):
-        """The same view for a choice of rows: int64 [B, r]."""
-        return replace(self, prefix=self.prefix.gather(1, rows), words=self.words.gather(1, rows))
+    chain: bool = False
 
     @cached_property
     def index(self):

@@ -2,7 +2,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# kernels/ and weights/ lie beside this folder in a checkout; setup.py moves them inside it on install,
+# kernels/, weights/ and bench/ lie beside this folder in a checkout; setup.py moves them inside it on install,
 # because the top-level name `kernels` belongs to another distribution
 if (Path(__file__).parents[1] / "setup.py").is_file():
     __path__.append(str(Path(__file__).parents[1]))

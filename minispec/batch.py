@@ -43,9 +43,9 @@ class Batch:
         slots = slots_of(self.table, self.page_size, index)
         return slots if valid is None else torch.where(valid, slots, 0)
 
-    def rows(self, tokens, positions, index, *, prefix, words, valid=None, extent, exact=False):
+    def rows(self, tokens, positions, index, *, prefix, words, valid=None, extent, exact=False, chain=False):
         """Rows that write at cache `index`, see `prefix` entries and the ancestors in `words` (bit j = entry length + j)."""
-        view = View(self.table, self.page_size, prefix, self.length, words, extent, exact)
+        view = View(self.table, self.page_size, prefix, self.length, words, extent, exact, chain)
         return Rows(tokens, positions, self.slots(index, valid), view)
 
 

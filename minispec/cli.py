@@ -15,13 +15,18 @@ from minispec import __version__
 from minispec.errors import MinispecError
 from minispec.fields import printable
 from minispec.launch import environment
-from minispec.options import DIALECT, ENGINE, IDS, MEMORY, MODELS, RANKS, SAMPLING, stacked
+from minispec.options import BENCH, CHOICE, DEVICE, DIALECT, ENGINE, IDS, MEMORY, MODELS, PROMPTS, RANKS, SAMPLING, stacked
 from minispec.printer import Printer
+from minispec.prompts import read_prompts
 from minispec.stats import Acceptance, gather
 
 
 def note(line):
-    click.echo(f"minispec: {printable(line)}", err=True)
+    click.echo("\r\x1b[K" * terminal() + f"minispec: {printable(line)}", err=True)       # a bar may stand there
+
+
+def terminal():
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def given(options):
@@ -30,15 +35,21 @@ def given(options):
 
 
 class Progress:
-    """A line about loading and capturing every two seconds."""
+    """A bar on a terminal; elsewhere a line every two seconds."""
 
     def __init__(self):
-        self.last = perf_counter()
+        self.last = self.began = perf_counter()
 
     def __call__(self, done, total, what):
-        if perf_counter() - self.last > 2:
+        now = perf_counter()
+        if terminal():
+            self.began = now if done == 1 else self.began
+            filled, left = 30 * done // total, (now - self.began) / max(done - 1, 1) * (total - done)
+            rest = f"{left:.0f} s left" if done > 1 else ""
+            click.echo(f"\r\x1b[Kminispec: [{'#' * filled}{'-' * (30 - filled)}] {done} of {total} {what}  {rest}", err=True, nl=done == total)
+        elif now - self.last > 2:
             note(f"{done} of {total} {what}")
-            self.last = perf_counter()
+            self.last = now
 
 
 def serve():
@@ -60,35 +71,6 @@ def open_engine(**options):
         note(line)
     note(f"loaded in {perf_counter() - began:.1f} s")
     return engine
-
-
-def read_prompts(texts, files, ids):
-    """Prompts in the order texts, files, ids. A prompt `-` is standard input, read once, kept to the byte."""
-    if texts.count("-") > 1:
-        raise MinispecError("--prompt - is given twice, but standard input can be read once")
-    if "-" in texts and sys.stdin is None:
-        raise MinispecError("--prompt -: standard input is closed; give it a text")
-    if "-" in texts and sys.stdin.isatty():
-        note("reading the prompt from standard input; end it with Ctrl-D")
-    prompts = [decoded(sys.stdin.buffer.read(), "--prompt -") if text == "-" else decoded(os.fsencode(text), "--prompt") for text in texts]
-    for file in files:
-        try:
-            prompts.append(decoded(Path(file).read_bytes(), file))
-        except OSError as error:
-            raise MinispecError(f"--prompt-file {file}: {error.strerror}; give a readable text file") from error
-    prompts += map(list, ids)
-    if not prompts or not all(prompts):
-        what = f"prompt {prompts.index('') + 1} is empty" if prompts else "no prompt"
-        raise MinispecError(f"{what}; give --prompt TEXT, --prompt - for standard input, or --prompt-file FILE")
-    return prompts
-
-
-def decoded(data, where):
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        found = f"byte {error.start} is {data[error.start]:#04x}"
-        raise MinispecError(f"{where}: {found}, which is not UTF-8; convert the text") from error
 
 
 WORDS = """Words: a token is an id; a node a token in a draft tree, whose root is the pending true token; a row one line of a forward; a
@@ -121,7 +103,7 @@ def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
         raise click.UsageError(f"--json prints one object with the figures in it: drop {'--stats' if stats else '--show-draft'}")
     if options["logprobs"] and not as_json:
         raise click.UsageError("--logprobs has no place in the text: add --json")
-    prompts = read_prompts(texts, files, ids)
+    prompts = read_prompts(texts, files, ids, note)
     chosen = given({name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__})
     params = SamplingParams(**chosen | ({"logit_bias": dict(chosen["logit_bias"])} if "logit_bias" in chosen else {}))
     with open_engine(**options) as engine:
@@ -184,32 +166,65 @@ def inspect(directory, as_json, **options):
 
 
 @commands.command(epilog=WORDS)
-@stacked(*ENGINE)
-@click.option("--prompts", metavar="FILE",
-              help='One JSON object a line: {"prompt": TEXT} or {"prompt_ids": [...]}; 12 prompts come with minispec.')
-@click.option("--max-tokens", type=int, default=96, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times that each prompt runs in each mode.")
-@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads; default: what torch takes.")
-@click.option("--json", "file", metavar="FILE", help="Write the result here as well.")
-def bench(prompts, max_tokens, repeats, threads, file, **options):
-    """Plain and speculative decoding in one process; no speed-up is printed before their ids are equal."""
+@stacked(*MODELS, *DIALECT, *DEVICE, PROMPTS)
+@click.option("--training-states", metavar="FILE", help="One sample that a trainer saved (speculators, SpecForge): .safetensors, .pt or .ckpt.")
+@click.option("--max-tokens", type=click.IntRange(8), help="Tokens that the target writes after each prompt, 96 by default.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def doctor(file, as_json, **options):
+    """Why is my acceptance low? Exit status 0: sound, 1: findings, 2: files that cannot be read."""
+    from minispec.bench import read_jsonl
+    from minispec.doctor import diagnose
+
+    found = diagnose(prompts=read_jsonl(file) if file else None, note=note, **given(options))
+    click.echo(found.json() if as_json else found.text())
+    return 0 if found.sound else 1
+
+
+@commands.command(epilog=WORDS)
+@stacked(*BENCH, *CHOICE, *ENGINE)
+def bench(file, per_kind, max_tokens, repeats, threads, batch, sweep, sweep_draft_steps, sweep_topk, sweep_nodes, plot, json_file, **options):
+    """Plain and speculative decoding in one process; no speed-up is printed before their ids are equal.
+
+    The last line of stdout is the result as one JSON object.
+    """
     import torch
 
-    from minispec.bench import measure, read_jsonl
+    from minispec.bench.compare import compare, shapes
+    from minispec.bench.plot import draw, figure
+    from minispec.bench import readings
+    from minispec.params import SamplingParams
 
     serve()
-    prompts = read_jsonl(prompts)
-    if file:
-        Path(file).open("a").close()            # refused now, not after the run
+    prompts, grid = readings.read_prompts(file, per_kind), (sweep_draft_steps, sweep_topk, sweep_nodes)
+    sweep = shapes(*grid) if sweep or any(grid) else []
+    if sweep and repeats < 2:
+        raise MinispecError("--sweep chooses on one half of the repeats and reports the other: give --repeats of at least 2")
+    params = SamplingParams(max_tokens=max_tokens, **given({name: options.pop(name) for name in list(options)
+                                                            if name in SamplingParams.__dataclass_fields__}))
+    for name in filter(None, (json_file, plot)):
+        writable(name)
+    made = figure(plot) if plot else None
     if threads:
         torch.set_num_threads(threads)
+    if batch and max(batch) > 8:
+        options["max_batch"] = options["max_batch"] or max(batch)
     with open_engine(**options) as engine:
-        result = measure(engine, prompts, max_tokens, repeats, note, click.echo)
+        result = compare(engine, prompts, params, repeats, click.echo, Progress(), sweep, batch or ())
     text = json.dumps(result)
-    if file:
-        Path(file).write_text(text + "\n", "utf-8")
+    if json_file:
+        Path(json_file).write_text(text + "\n", "utf-8")
+    if plot:
+        draw(made, plot, result)
     click.echo(text)
     return 0 if result["equal"] else 1
+
+
+def writable(name):
+    """OSError now, not after the run, for a file that cannot be written; one that is there keeps what it holds, none is left behind."""
+    there = Path(name).exists()
+    Path(name).open("a").close()
+    if not there:
+        Path(name).unlink()
 
 
 def interrupted(number, frame):

@@ -71,12 +71,13 @@ def workspace(config, draft, shape, batch, captured, dtype):
     return rotary + batch * shape.unread * captured * config.hidden_size * dtype.itemsize
 
 
-def read_bytes(sizes, config, rows):
+def read_bytes(sizes, config, rows, experts=None):
     """Weight bytes that a forward of the target over `rows` rows reads, of parameters that have `sizes`, name -> bytes: everything once but
-    the embedding, and of E routed experts, k a row, the E * (1 - (1 - k / E) ** rows) distinct ones that independent uniform routing
-    expects (real rows share more)."""
-    routed = sum(count for name, count in sizes.items() if name.removesuffix("_scale").endswith((".w13", ".w2")))
-    share = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows if routed else 0
+    the embedding, and of E routed experts, k a row, the distinct ones a layer: `experts`, or the E * (1 - (1 - k / E) ** rows) that
+    independent uniform routing expects (real rows share more)."""
+    routed, share = sum(count for name, count in sizes.items() if name.removesuffix("_scale").endswith((".w13", ".w2"))), 0
+    if routed:
+        share = experts / config.n_routed_experts if experts else 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows
     return sum(count for name, count in sizes.items() if name != "embed") - routed * (1 - share)
 
 

@@ -6,7 +6,7 @@ import torch
 from minispec.batch import Rows
 from minispec.choice import draft_logits
 from minispec.kernels.fused_linear import fused_linear, rms_norm
-from minispec.kernels.project import heads_front, latent_front
+from minispec.kernels.project import heads_front
 from minispec.kernels.tree import Pool, level
 from minispec.kernels.tree_attention import tree_attention
 from minispec.kernels.view import View
@@ -95,7 +95,8 @@ class Draft:
     def grow(self, batch, cache, hidden, shape, budget=None):
         """The tree of one round: extend with what the target made true, then up to shape.steps (1 or more) levels of guesses: a Pool.
 
-        hidden: the HiddenBuffer; budget: adapt.Budget, which may end the tree earlier. Only the last true row needs an output: one layer's KV depends on no attention. Guessed rows write KV at
+        hidden: the HiddenBuffer; budget: adapt.Budget, which may end the tree earlier. Only the last true row needs an output: one layer's
+        KV depends on no attention. Guessed rows write KV at
         cache indices length, length + 1, ...: the next extension overwrites them, so nothing recycled survives a round. Their ancestry lives
         in the words: bit t of a word = cache entry length + t.
         """

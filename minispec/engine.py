@@ -22,7 +22,7 @@ from minispec.runner import Runner
 from minispec.scheduler import Scheduler
 from minispec.speculate import Shape
 from minispec.text import Decoder
-from minispec.tokenizer import Tokenizer, stop_ids
+from minispec.tokenizer import Tokenizer, stop_ids, token_ids
 from minispec.weights.draft import open_draft
 from minispec.weights.load import DEFAULT
 
@@ -42,25 +42,25 @@ class Engine:
 
     target, draft: checkpoint folders; neither: the default pair; draft="none": plain decoding. device: "auto", "cpu", "cuda", "cuda:N".
     dtype: "auto" (float32 on CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16". draft_steps: levels of the draft tree (0: plain);
-    topk: children tried per node; nodes: draft tokens verified a round (default draft_steps), or "auto":
-    as many as pay on this machine, this text and this batch, none where a draft does not (adapt.py). max_batch: requests at once;
-    max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a
-    forward; capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py);
-    latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's logits have the
-    same bits in any company. tensor_parallel: ranks that share the model (launch.py starts them); expert_parallel: routed experts are
-    dealt whole, not cut; shard_latent: q_a and kv_a are cut too, for one more gather a layer. patience: seconds without
+    topk: children tried per node; nodes: draft tokens verified a round (default draft_steps), or "auto": as many as pay on this machine, text
+    and batch, none where the draft does not (adapt.py). max_batch: requests at once;
+    max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a forward
+    (default 2048 on CUDA, 256 on CPU); capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say
+    (weights/draft.py); latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's
+    logits have the same bits in any company. tensor_parallel: ranks that share the model (launch.py starts them); expert_parallel: routed
+    experts are dealt whole, not cut; shard_latent: q_a and kv_a are cut too, for one more gather a layer. patience: seconds without
     progress after which a run of several ranks is ended (watch.Team). progress(done, total, what): called as tensors are read and rounds
     captured. Bad input raises MinispecError.
     """
 
     def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=None,
-                 expert_parallel=False, shard_latent=False, max_batch=8, max_length=None, chunk=256, page_size=16, capture=None,
+                 expert_parallel=False, shard_latent=False, max_batch=8, max_length=None, chunk=None, page_size=16, capture=None,
                  capture_convention=None, d2t=None, latent_norm_eps=1e-6, norm_before_residual=None, fc_norm=None, norm_before_fc=None,
                  norm_output=None, cuda_graphs=True, exact=False, patience=20, progress=None, team=None):
         options, size, world = {name: value for name, value in locals().items() if name not in LOCAL}, size_of(tensor_parallel), environment()
         if world and world[0] and not team:
             serve(Engine)               # does not return
-        for name, value, most in (("max_batch", max_batch, 1024), ("chunk", chunk, 2**16), ("page_size", page_size, 2**12),
+        for name, value, most in (("max_batch", max_batch, 1024), ("chunk", 1 if chunk is None else chunk, 2**16), ("page_size", page_size, 2**12),
                                   ("max_length", 1 if max_length is None else max_length, 2**31)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
                 raise MinispecError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
@@ -74,8 +74,7 @@ class Engine:
                 raise MinispecError(f"{name} is {value!r}; give the folder of a checkpoint")
         if draft is None and target is not None:
             raise MinispecError('a target without a draft: give draft=DIR, or draft="none" for plain decoding')
-        flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_before_fc": norm_before_fc,
-                 "norm_output": norm_output}
+        flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_before_fc": norm_before_fc, "norm_output": norm_output}
         overrides = {name: value for name, value in flags.items() if value is not None}
         given = {"nodes": nodes or None, "capture_convention": capture_convention, "d2t": d2t, **overrides}
         if draft == "none" and (unread := [f"{name}={value!r}" for name, value in given.items() if value is not None]):
@@ -85,8 +84,8 @@ class Engine:
         if size > 1 and self.device.type == "cuda":
             if self.device.index is not None:
                 raise MinispecError(f"device {device!r} is one GPU, and {size} ranks need one each: give cuda")
-            self.device = resolve_device(f"cuda:{world[2] if world else 0}")
-        self.dtype = resolve_dtype(dtype, self.device)
+            self.device = resolve_device(f"cuda:{team.local if team else world[2] if world else 0}")
+        self.dtype, chunk = resolve_dtype(dtype, self.device), chunk or (2048 if self.device.type == "cuda" else 256)
         if exact and self.device.type == "cpu":
             raise MinispecError("exact=True is about the kernels on CUDA; on the CPU give dtype float32 and leave it out")
         self._number, self.team = 0, team or start(size, patience, options)
@@ -109,16 +108,14 @@ class Engine:
                                    capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps,
                                    overrides=overrides)
                 self.capture = found.config.capture
-                if shape.steps and topk > found.config.draft_vocab_size:
-                    raise MinispecError(f"topk={topk}: the draft proposes one of {found.config.draft_vocab_size} ids; give at most that")
+                shape.check(found.config)
             self.draft_config, self.shape, self.max_batch = found and found.config, shape, max_batch
-            self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}",
-                           f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None",
-                           *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items())]
             self.runner = Runner(target, config, found, shape, self.device, self.dtype, self.ranks, capture=self.capture,
                                  max_batch=max_batch, max_length=max_length, chunk=chunk, page_size=page_size, exact=exact,
                                  cuda_graphs=cuda_graphs, progress=progress)
-            self.report += self.runner.report
+            self.report = [f"device {self.device}, dtype {str(self.dtype).removeprefix('torch.')}",
+                           f"tokenizer: {self.tokenizer.source}" if self.tokenizer else "no tokenizer files: prompts are ids, text is None",
+                           *(f"stop id {token}: {', '.join(files)}" for token, files in self.stops.items()), *self.runner.report]
             self.max_length, self.pages = self.runner.max_length, self.runner.pages
             self.scheduler = Scheduler(self.pages, max_batch, chunk, shape.scratch)
             self._inbox, self.closed = {}, False
@@ -133,19 +130,23 @@ class Engine:
 
     def plain(self):
         """An engine that shares this one's target and caches and decodes without a draft: the other side of a comparison."""
+        return self.reshaped(0)
+
+    def reshaped(self, draft_steps, topk=4, nodes=None):
+        """An engine that shares this one's weights and caches and drafts another tree."""
         self._check_open()
-        engine = copy(self)
+        shape, engine = Shape(draft_steps, topk, nodes), copy(self)
+        shape.check(self.draft and self.draft.config)
         engine._whole, engine._number = self, id(engine)        # the ranks end with the engine that has them
-        with self._announce("plain", engine._number):
-            engine.shape, engine.runner = Shape(0), self.runner.plain()
-        engine.scheduler, engine._inbox = Scheduler(self.pages, self.max_batch, self.runner.chunk, engine.shape.scratch), {}
+        with self._announce("reshaped", engine._number, draft_steps, topk, nodes):
+            engine.shape, engine.runner = shape, self.runner.reshaped(shape)
+        engine.scheduler, engine._inbox = Scheduler(self.pages, self.max_batch, self.runner.chunk, shape.scratch), {}
         return engine
 
     def generate(self, prompts, params=None):
         """Text, token ids, or a list of either -> Output, or a list of Outputs. params: one SamplingParams for all, or one each."""
         requests, single = self._requests(prompts, params)
-        for _ in self._run(requests):
-            pass
+        deque(self._run(requests), maxlen=0)
         outputs = [request.output() for request in requests]
         return outputs[0] if single else outputs
 
@@ -156,7 +157,7 @@ class Engine:
     def score(self, ids):
         """Logits and captured states after every token of a prompt (ids or text), in one pass without speculation."""
         self._check_open()
-        ids = self._ids(0, ids)
+        ids = token_ids(0, ids, self.tokenizer, self.target_config.vocab_size)
         if len(ids) > self.max_length:
             raise MinispecError(f"score: {len(ids)} ids do not fit max_length={self.max_length}")
         count = self.pages.needed(len(ids))
@@ -210,23 +211,9 @@ class Engine:
                 raise MinispecError(f"prompt {index}: parameters are {type(one).__name__}, not SamplingParams")
             one.check_vocab(self.target_config.vocab_size)
             decoder = Decoder(self.tokenizer, one.stop) if self.tokenizer else None
-            requests.append(Request(index, self._ids(index, prompt), one, self.stops, self.max_length, decoder))
+            ids = token_ids(index, prompt, self.tokenizer, self.target_config.vocab_size)
+            requests.append(Request(index, ids, one, self.stops, self.max_length, decoder))
         return requests, single
-
-    def _ids(self, index, prompt):
-        if not isinstance(prompt, (str, list, tuple)):          # bytes, a dict or a set would pass for ids, in some order
-            raise MinispecError(f"prompt {index} is {type(prompt).__name__}; give text or a list of token ids")
-        if len(prompt) == 0:
-            raise MinispecError(f"prompt {index} is empty; give at least one character or token")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise MinispecError(f"prompt {index} is text, but the target has no tokenizer files; give token ids")
-            return self.tokenizer.encode(prompt)
-        vocab = self.target_config.vocab_size
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocab:
-                raise MinispecError(f"prompt {index}: {repr(token)[:60]} is not a token id of this target (0 to {vocab - 1})")
-        return [int(token) for token in prompt]
 
     def _run(self, requests):
         """Adds the requests and steps the engine until they end. Streams may be read in turns: a step serves whoever is running."""

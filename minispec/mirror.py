@@ -34,5 +34,5 @@ def serve(make):
                     del engine._inbox[id(request)]
             elif action == "score":
                 engine.score(*payload)
-            elif action == "plain":
-                engines[payload[0]] = engine.plain()
+            elif action == "reshaped":
+                engines[payload[0]] = engine.reshaped(*payload[1:])

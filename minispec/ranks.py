@@ -79,7 +79,8 @@ class Ranks:
         """Rank 0's tensors, on every rank: one decision for all, in one broadcast. Wider dtypes come first."""
         if self.size == 1:
             return tensors
-        parts = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]
+        # a clone: `contiguous` keeps a single element's stride, which a view of bytes refuses
+        parts = [x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in tensors]
         flat = torch.cat(parts)
         self.tick()
         self.group.broadcast(flat, 0).wait()

@@ -14,7 +14,7 @@ from minispec.graphs import Graphs
 from minispec.hidden import HiddenBuffer
 from minispec.pages import Pages
 from minispec.ranks import CHECK
-from minispec.speculate import Shape, Speculator
+from minispec.speculate import WORD, Speculator
 from minispec.target import Target
 from minispec.weights import load
 from minispec.weights.draft import load_draft
@@ -46,22 +46,22 @@ class Runner:
         token = (config.num_hidden_layers * latent + kv_heads * width) * dtype.itemsize
         self.max_length, tokens, reason = plan(free, weights, token, max_batch, max_length, config.max_position_embeddings,
                                                shape.scratch + page_size)
-        reach = self.max_length + shape.scratch
+        reach = self.max_length + WORD          # of any shape that `reshaped` may be asked for
         self.target = Target(config, account.shapes, dtype, device, reach, account.dtypes, ranks)
         self.report = load.fill(account, self.target.parameters, progress).lines
-        self.draft, draft_cache = None, None
+        self.draft, self.draft_cache = None, None
         self.pages = Pages(1 + -(-tokens // page_size), page_size)
         slots = self.pages.count * page_size
         if found:
             self.draft = Draft(found.config, found.shapes, found.d2t, self.target.embed, self.target.head, dtype, device, reach, ranks)
             self.report += load_draft(found, self.draft.parameters, progress).lines
-            draft_cache = Cache(1, slots, kv_heads, width, dtype, device)[0]
+            self.draft_cache = Cache(1, slots, kv_heads, width, dtype, device)[0]
             if found.config.max_position_embeddings < self.max_length:
                 self.report.append(f"warning: the draft was trained to {found.config.max_position_embeddings} positions, max_length is "
                                    f"{self.max_length}: expect fewer accepted tokens past that")
         self.hidden = HiddenBuffer(max_batch, shape.unread, capture if found else (), config.hidden_size, dtype, device)
         target_cache = Cache(config.num_hidden_layers, slots, 1, latent, dtype, device)
-        self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, draft_cache, self.hidden, shape)
+        self.speculator = Speculator(self.target, target_cache, self.draft if shape.steps else None, self.draft_cache, self.hidden, shape)
         self.assemble = Assembler(page_size, self.max_length, config.vocab_size, device, exact)
         self.report.append(f"max_length {self.max_length} ({reason}); caches hold {slots - page_size} tokens, {token} bytes each, "
                            f"{size(slots * token)}; weights {size(weights)}")
@@ -76,11 +76,15 @@ class Runner:
         if self.graphs:
             self.graphs.warm(progress)
 
-    def plain(self):
-        """A runner that shares this one's target and caches and drafts nothing."""
+    def reshaped(self, shape):
+        """A runner that shares this one's models and caches and drafts a tree of another shape; plain decoding has no draft."""
         runner = copy(self)
-        runner.shape, runner.draft, runner.adaptive = Shape(0), None, None
-        runner.speculator = Speculator(self.target, self.speculator.target_cache, None, None, self.hidden, runner.shape)
+        runner.shape, runner.draft = shape, self.draft if shape.steps else None
+        runner.adaptive = Adaptive(shape, self.device) if shape.adaptive else None
+        if shape.steps:
+            states = self.hidden.states
+            runner.hidden = HiddenBuffer(self.max_batch, shape.unread, self.capture, self.hidden.hidden, states.dtype, states.device)
+        runner.speculator = Speculator(self.target, self.speculator.target_cache, runner.draft, self.draft_cache, runner.hidden, shape)
         runner.assemble, runner.graphs = copy(self.assemble), self.graphs and Graphs(runner)
         return runner
 

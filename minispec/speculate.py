@@ -42,6 +42,13 @@ class Shape:
             raise MinispecError(f"draft_steps={self.steps} with topk={self.topk} drafts {(self.steps - 1) * self.topk} rows a round, at most "
                                 f"{WORD} can be told apart: lower draft_steps or topk")
 
+    def check(self, config):
+        """MinispecError where a draft, described by its DraftConfig or None for no draft, cannot have this shape."""
+        if self.steps and config is None:
+            raise MinispecError(f"draft_steps={self.steps}: this engine has no draft; make one with a draft")
+        if self.steps and self.topk > config.draft_vocab_size:
+            raise MinispecError(f"topk={self.topk}: the draft proposes one of {config.draft_vocab_size} ids; give at most that")
+
     @property
     def unread(self):
         """States of a request that may wait for the draft: those of a round, or of plain rounds too."""
@@ -76,7 +83,7 @@ class Speculator:
         path = accept(tree, *self.choose(hidden, rows.positions, batch.sampling, rows.tokens, ancestors)).agreed(self.target.ranks)
         self.target_cache.commit(batch, path)
         if self.draft:
-            self.hidden.put(batch, states, path, append=not drafts)
+            self.hidden.put(batch, states, path, not drafts)
         if budget:
             learn(tree.laid, path.rows, path.count, budget.trust)
         return path
@@ -118,5 +125,5 @@ class Speculator:
         """The target over a chain of true tokens [B, R] at positions length, length + 1, ...: (hidden [B, R, h], states [B, R, A * h])."""
         index = batch.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         rows = batch.rows(tokens, index, index, prefix=index + 1, words=torch.zeros_like(index), extent=batch.longest + tokens.shape[1],
-                          exact=batch.exact)
+                          exact=batch.exact, chain=len(tokens) == 1)
         return self.target(rows, self.target_cache, capture)

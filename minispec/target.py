@@ -7,7 +7,7 @@ from minispec.kernels.fused_linear import fused_linear, rms_norm
 from minispec.kernels.linear import linear, rowwise
 from minispec.kernels.moe import moe
 from minispec.kernels.route import ffn_front
-from minispec.layers import Rotary, allocate, embed, latent_project, mla_attend, mlp, namespaces
+from minispec.layers import Rotary, allocate, embed, expands, latent_project, mla_attend, mla_prefill, mlp, namespaces
 from minispec.ranks import ALONE
 
 
@@ -21,6 +21,7 @@ class Target:
         self.layers = namespaces(self.parameters, config.num_hidden_layers)
         self.embed, self.norm, self.head = (self.parameters[name] for name in ("embed", "norm", "head"))
         self.rotary = Rotary(config.rope, length, device)
+        self.trace = None       # trace(layer, ids [N, k]): called with what a router chose; for measurements
 
     def __call__(self, rows, cache, capture=()):
         """One forward over rows [B, R].
@@ -31,13 +32,18 @@ class Target:
         c, eps, exact, ranks = self.config, self.config.rms_norm_eps, rows.view.exact, self.ranks
         x, entering = embed(rows.tokens, self.embed, c.vocab_size, ranks), {}
         angles = self.rotary.at(rows.positions)
+        live = None if exact or rows.live is None else rows.live.view(-1)
+        lifted = expands(rows.view, rows.tokens.shape[1], self.layers[0].kv_b[..., 0].numel())
         for i, layer in enumerate(self.layers):
             if i in capture:
                 entering[i] = x
             a = fused_linear(x, layer.qkv_a, layer.attn_norm, eps, exact=exact)
-            q = latent_project(layer, a, cache[i], rows.slots, angles, c, ranks, exact)
-            x = mla_attend(layer, q, x, cache[i], rows.view, c, ranks)
-            x = rowwise(partial(self.experts, layer, None if exact or rows.live is None else rows.live.view(-1)), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
+            if lifted:
+                x = mla_prefill(layer, a, x, cache[i], rows, angles, c, ranks)
+            else:
+                q = latent_project(layer, a, cache[i], rows.slots, angles, c, ranks, exact)
+                x = mla_attend(layer, q, x, cache[i], rows.view, c, ranks)
+            x = rowwise(partial(self.experts, layer, live), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
         entering[len(self.layers)] = x
         states = torch.cat([entering[i] for i in capture], -1) if capture else x[..., :0]
         return rms_norm(x, self.norm, eps), states
@@ -49,6 +55,8 @@ class Target:
             flat, layer.ffn_norm, c.rms_norm_eps, layer.router, getattr(layer, "bias", None), layer.gate_up if shared else None, live=live,
             scoring=c.scoring_func, topk=c.num_experts_per_tok, groups=1 if c.topk_method == "greedy" else c.n_group, topk_groups=c.topk_group,
             group_top=2 if c.topk_method == "noaux_tc" else 1, normalise=c.norm_topk_prob, scaling=c.routed_scaling_factor)
+        if self.trace:
+            self.trace(layer, ids)
         if self.ranks.expert_parallel:
             ids = ids - self.ranks.experts(c.n_routed_experts)[0]
             ids = torch.where((ids < 0) | (ids >= len(layer.w2)), len(layer.w2), ids)

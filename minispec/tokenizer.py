@@ -2,6 +2,7 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from minispec.errors import MinispecError
@@ -124,3 +125,19 @@ def _templates(directory: Path, config: Fields) -> dict[str, ChatTemplate]:
                                               and isinstance(entry.get("template"), str) for entry in named):
         raise config.refuse("chat_template", "text, or a list of objects with name and template, is expected; correct it")
     return {entry["name"]: ChatTemplate(entry["template"], f"{config.file} chat_template") for entry in named}
+
+
+def token_ids(index, prompt, tokenizer, vocab):
+    """Ids of a prompt, text or ids; MinispecError, with the prompt's index, for anything else."""
+    if not isinstance(prompt, (str, list, tuple)):          # bytes, a dict or a set would pass for ids, in some order
+        raise MinispecError(f"prompt {index} is {type(prompt).__name__}; give text or a list of token ids")
+    if len(prompt) == 0:
+        raise MinispecError(f"prompt {index} is empty; give at least one character or token")
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise MinispecError(f"prompt {index} is text, but the target has no tokenizer files; give token ids")
+        return tokenizer.encode(prompt)
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocab:
+            raise MinispecError(f"prompt {index}: {repr(token)[:60]} is not a token id of this target (0 to {vocab - 1})")
+    return [int(token) for token in prompt]

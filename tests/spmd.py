@@ -1,6 +1,7 @@
 """Many cases in one set of processes: every rank runs the same program, over gloo, and leaves what it found in a file."""
 import os
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from minispec import Engine, MinispecError, SamplingParams
+from minispec import draft as drafts
 from minispec import runner as runners
 from minispec import speculate
 from minispec.choice import choose, draft_logits
@@ -67,6 +69,12 @@ def heads(ranks, width=6, vocab=10):
     return list(zip(pairs[::2], pairs[1::2]))
 
 
+def agreed(ranks):
+    """Rank 0's values of any strides, a column's single element and a transposed matrix among them."""
+    mine = torch.arange(21).view(3, 7) + 100 * ranks.rank
+    return [x.clone() for x in ranks.agree(mine[:1, 2], mine.T, mine[:, 3], mine[1:2] > 108)]
+
+
 def refused(run):
     """The line that every rank gives."""
     try:
@@ -91,18 +99,21 @@ def drift(target, draft, team, fault):
 
 
 def astray(target, draft, team):
-    """Rank 1 chooses something else: rank 0's decision is taken."""
-    right = speculate.choose
+    """Rank 1 chooses something else, and proposes something else: rank 0's tree is verified and its decision taken."""
+    places = (speculate, "choose"), (drafts, "draft_logits")
+    right = [getattr(*place) for place in places]
 
-    def wrong(*args):
-        ids, *rest = right(*args)
-        return (ids + team.rank) % 8, *rest
-    speculate.choose = wrong
+    def astray(function, *args):
+        ids, *rest = function(*args)
+        return ids + team.rank, *rest
+    for place, function in zip(places, right):
+        setattr(*place, partial(astray, function))
     try:
         with Engine(target, draft, tensor_parallel=team.size, team=team) as engine:
             return engine.generate(PROMPTS[0], FREE[0]).ids
     finally:
-        speculate.choose = right
+        for place, function in zip(places, right):
+            setattr(*place, function)
 
 
 def anonymous():
@@ -130,8 +141,8 @@ def work(rank, size, port, folder, jobs):
         try:
             if function is told:
                 found[name] = told(**arguments, tensor_parallel=size, team=team)
-            elif function is heads:
-                found[name] = heads(Ranks.connect(team, torch.device("cpu")))
+            elif function in (heads, agreed):
+                found[name] = function(Ranks.connect(team, torch.device("cpu")))
             else:
                 found[name] = function(team=team, **arguments)
         except Exception:

@@ -170,36 +170,11 @@ def test_broken_checkpoints_end_in_one_line(run, tmp_path):
         assert done.status == 2 and done.out == "" and "model.safetensors" in done.err.splitlines()[-1]
 
 
-def test_bench_reports_equal_ids_and_ends_in_json(run, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n\n" + json.dumps({"prompt_ids": [4080, 328]}) + "\n")
-    done = run("bench", "--prompts", prompts, "--max-tokens", 12, "--repeats", 1, "--draft-steps", 3, "--json", tmp_path / "result.json")
+def test_bench_of_the_default_pair(run):
+    done = run("bench", "--per-kind", 1, "--max-tokens", 8, "--repeats", 1, "--draft-steps", 3, "--threads", 1)
     result = json.loads(done.out.splitlines()[-1])
-    assert done.status == 0 and result == json.loads((tmp_path / "result.json").read_text())
-    assert result["equal"] and result["prompts"] == 2 and result["draft_steps"] == 3 and result["speedup"]["median"] > 0
-    lines = done.out.splitlines()
-    assert lines[0].startswith("byte model") and [i for i, line in enumerate(lines) if line.startswith("speedup")][0] > 1
-
-
-def test_bench_prints_no_speedup_when_ids_differ(run, monkeypatch, tmp_path):
-    from minispec import bench
-
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": PROMPT}))
-    wrong = {"at": 3, "plain": [1], "other": [2], "gap": 0.5, "tie": False}
-    monkeypatch.setattr(bench, "difference", lambda *_: wrong)
-    done = run("bench", "--prompts", prompts, "--max-tokens", 8, "--repeats", 1)
-    assert done.status == 1 and "not a tie" in done.out and "no speed-up" in done.out
-    assert "speedup" not in json.loads(done.out.splitlines()[-1]) and not any(line.startswith("speedup") for line in done.out.splitlines())
-
-
-def test_bench_refuses_bad_prompt_files(run, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    for text in ("", "not json\n", '{"text": "x"}\n', "[1]\n", '{"prompt": 5}', "null", "true", '{"prompt": []}', '["prompt", "x"]', '"prompt"',
-                 '{"prompt_ids": {"1": 2}}', '{"prompt_ids": "abc"}', '{"prompt_ids": ["a"]}', '{"prompt_ids": [true]}', "[" * 200_000):
-        file.write_text(text)
-        done = run("bench", "--prompts", file)
-        assert done.status == 2 and str(file) in done.err.splitlines()[-1]
+    assert done.status == 0 and result["equal"] and result["prompts"] == len(result["kinds"]) == 5 and result["speedup"]["median"] > 0
+    assert 4 < result["experts"] <= 16
 
 
 def test_names_from_a_checkpoint_stay_on_their_line(run, tmp_path):

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from minispec import Engine, SamplingParams
+from minispec.bench.trace import Trace
 
 from . import oracle, test_reference
 from .conftest import DEFAULT_DRAFT, DEFAULT_TARGET
@@ -49,3 +50,18 @@ def test_default_dtype_on_cuda():
         outputs = engine.generate(IDS, params)
         assert {len(out.ids) for out in outputs} == {64} and [out.ids for out in engine.generate(IDS, params)] == [out.ids for out in outputs]
         oracle.assert_mixed(outputs, 6)
+
+
+def test_rounds_looked_into_on_cuda():
+    """Marks inside of a graph: the router's choices are those of rounds without one, times are positive and add up."""
+    seen, params = [], SamplingParams(max_tokens=40, ignore_eos=True)
+    for graphs in (False, True):
+        with open_pair("cuda", cuda_graphs=graphs, **SHAPES["tree"]) as engine:
+            expected = engine.generate(IDS[0], params)
+            with Trace(engine) as trace:
+                for _ in range(2):
+                    rounds = trace.rounds(IDS[0], params)
+            assert len(rounds) == len(expected.accepted) and engine.generate(IDS[0], params) == expected
+            assert all(0 < one.draft < one.total and 0 < one.verify < one.total for one in rounds)
+            seen.append([one.experts for one in rounds])
+    assert seen[0] == seen[1] and max(seen[0]) > 4

@@ -10,7 +10,7 @@ from minispec.kernels.fused_linear import Config, fused_linear, fused_linear_ref
 
 from minispec.kernels.project import heads_front, heads_front_ref, latent_front, latent_front_ref, latent_lift
 from minispec.config import Rope
-from minispec.layers import Rotary
+from minispec.layers import Angles, Rotary
 from minispec import Engine, SamplingParams
 
 from .conftest import assert_close
@@ -139,7 +139,7 @@ def test_latent_front_and_lift(rows, heads, nope, rope, rank, value, lora, dtype
 
 
 def single(angles):
-    return project.Angles(angles.cos, angles.sin, angles.partner, angles.interleaved, angles.positions[0])
+    return Angles(angles.cos, angles.sin, angles.partner, angles.interleaved, angles.positions[0])
 
 
 @pytest.mark.parametrize("rows, heads, kv_heads, depth, hidden, qk, dtype", [
@@ -228,6 +228,14 @@ def test_a_tree_grows_as_its_reference_says(batch, steps, topk, nodes):
     torch.testing.assert_close(*trusts)
 
 
+def test_the_last_level_may_lie_past_every_page():
+    """Its nodes get no KV: a request's pages end before them."""
+    table, length = torch.tensor([[3, 1], [2, 4]], device=DEVICE), torch.tensor([3, 1], device=DEVICE)
+    tokens, logp, pool = torch.arange(6, device=DEVICE).view(2, 1, 3), -torch.rand(2, 1, 3, device=DEVICE), tree.Pool.empty(2, 1, 3, DEVICE)
+    for run in (tree.level, tree.level_ref):
+        assert run(tokens, logp, None, pool, 1, length, table, 2).slots.tolist() == [[3, 0, 0], [5, 8, 9]]
+
+
 def test_the_root_alone():
     arguments = 0, 4, *torch.tensor([[7, 8, 9], [3, 0, 5], [1, 5, 0]], device=DEVICE), torch.arange(12, device=DEVICE).view(3, 4), 2
     for found, expected in zip(tree.plant(None, *arguments), tree.plant_ref(None, *arguments)):
@@ -271,9 +279,9 @@ def test_an_engine_on_the_kernels_is_the_engine(attention, checkpoints, monkeypa
     for kernels in (True, False):
         if not kernels:
             monkeypatch.undo()
-        with Engine(target, folder, device=DEVICE, dtype="float32", max_length=64, draft_steps=2, topk=2, nodes=4) as engine:
+        with Engine(target, folder, device=DEVICE if kernels else "cpu", dtype="float32", max_length=64, draft_steps=2, topk=2, nodes=3) as engine:
             for tensor in [*engine.target.parameters.values(), *engine.draft.parameters.values()] * kernels:
                 tensor.data = tensor.contiguous()       # as on a GPU
-            out = engine.generate([44, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+            out = engine.generate([9, 4], SamplingParams(max_tokens=6, ignore_eos=True))
             found.append((out.ids, out.accepted))
     assert found[0] == found[1] and 0 < sum(found[0][1]) < 2 * len(found[0][1])

@@ -127,6 +127,7 @@ def test_engine_of_two_ranks_says_what_one_says(processes, alone):
         second.close()                                          # in the middle of its text
         assert ids + [token for event in first for token in event.ids] == alone["greedy"][0].ids
         assert engine.plain().generate(PROMPTS[0], GREEDY).ids == alone["greedy"][0].ids
+        assert engine.reshaped(2, 3, 5).generate(PROMPTS[0], GREEDY).ids == alone["greedy"][0].ids
         torch.testing.assert_close(engine.score(PROMPTS[0]).logits, alone["logits"], rtol=1e-4, atol=1e-4)
         with pytest.raises(MinispecError, match="max_length"):
             engine.generate(list(range(1, 1200)))

@@ -1,4 +1,4 @@
-"""What is installed: the wheel holds the package, its two folders inside it, and the default pair with its attribution."""
+"""What is installed: the wheel holds the package, its three folders inside it, and the default pair with its attribution."""
 import re
 import subprocess
 import sys
@@ -29,20 +29,22 @@ def test_wheel_has_everything_and_owns_only_minispec(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"minispec"}
-    for folder in ("minispec", "kernels", "weights"):
+    for folder in ("minispec", "kernels", "weights", "bench"):
         inside = "minispec" if folder == "minispec" else f"minispec/{folder}"
         assert {f"{inside}/{path.name}" for path in (ROOT / folder).glob("*.py")} <= set(names)
     default = ROOT / "weights/default"
     files = [path.relative_to(default).as_posix() for path in default.rglob("*") if path.is_file()]
-    assert {"SOURCES.tsv", "README.md", "prompts.jsonl", "target/model.safetensors", "draft/model.safetensors"} <= set(files)
+    assert {"SOURCES.tsv", "README.md", "target/model.safetensors", "draft/model.safetensors"} <= set(files)
     assert {f"minispec/weights/default/{file}" for file in files} <= set(names)
+    assert "minispec/bench/prompts.jsonl" in names and not [name for name in names if "results" in name]
     assert any(name.endswith("LICENSE") for name in names)
 
 
 def test_wheel_runs_outside_a_checkout(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = ("import minispec, minispec.kernels.choose as k, minispec.weights.load as w; from minispec import SamplingParams;"
-            "print(minispec.__file__, k.__file__, w.__file__, len(minispec.__path__))")
+            "from minispec.bench import read_jsonl, readings as b; assert len(read_jsonl()) == 40;"
+            "print(minispec.__file__, k.__file__, w.__file__, b.__file__, len(minispec.__path__))")
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site"), "PATH": ""},
                          capture_output=True, text=True, check=True)
     *files, paths = run.stdout.split()
@@ -58,9 +60,5 @@ def test_readme_has_the_two_lines_that_ci_runs():
 def test_readme_tree_names_every_file():
     tree = (ROOT / "README.md").read_text("utf-8").partition("## Files")[2]
     named = set(re.findall(r"\w+", tree))
-    files = [path.stem for folder in ("minispec", "kernels", "weights") for path in (ROOT / folder).glob("[!_]*.py")]
+    files = [path.stem for folder in ("minispec", "kernels", "weights", "bench") for path in (ROOT / folder).glob("[!_]*.py")]
     assert not set(files) - named
-
-
-def test_bench_prompts_are_those_that_are_shipped():
-    assert (ROOT / "bench/prompts.jsonl").read_bytes() == (ROOT / "weights/default/prompts.jsonl").read_bytes()

@@ -1,12 +1,14 @@
 """Attention of a prompt's chunk: the definition in float64, torch's attention, and flash-attn's calling convention."""
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from minispec import Engine, SamplingParams
 from minispec.kernels import prefill
 from minispec.kernels.prefill import flash, prefill_attention, prefill_attention_ref
+from minispec.layers import expands
 
 from .conftest import assert_close
 
@@ -59,6 +61,28 @@ def test_flash_attn_where_installed(name, uneven, monkeypatch):
         assert_close("flash", prefill_attention_ref(q, k, v, 0.3), prefill_attention(q.as_subclass(fake), k, v, 0.3), 1e-6)
     finally:
         flash.cache_clear()
+
+
+def test_a_long_chunk_in_the_target(target, monkeypatch):
+    """Keys and values of every head and the absorbed form are one function: logits, states, and what later rows read from the cache."""
+    ids = [(7 * i * i + 3 * i) % 500 for i in range(90)]
+    found, calls = [], []
+    for lifted in (False, True):
+        monkeypatch.setattr("minispec.target.expands", lambda view, rows, width: lifted and view.chain and calls.append(rows) is None)
+        with Engine(target, "none", capture=(0, 3, 8), chunk=37) as engine:
+            score = engine.score(ids)
+            found.append((score.logits, score.states, engine.generate(ids, SamplingParams(max_tokens=12, ignore_eos=True)).ids))
+    assert set(calls) == {37, 16}
+    assert_close("logits", found[0][0], found[1][0], 1e-5)
+    assert_close("states", found[0][1], found[1][1], 1e-5)
+    assert found[0][2] == found[1][2]
+
+
+def test_when_a_chunk_is_expanded():
+    view = SimpleNamespace(chain=True, base=SimpleNamespace(is_cuda=True), exact=False, extent=8192)
+    assert expands(view, 512, 16384) and not expands(view, 511, 16384) and not expands(view, 512, 2**20)
+    for change in (dict(chain=False), dict(exact=True), dict(base=SimpleNamespace(is_cuda=False))):
+        assert not expands(SimpleNamespace(**vars(view) | change), 512, 16384)
 
 
 def test_without_flash_attn(monkeypatch):

@@ -88,7 +88,7 @@ def ranks(pairs, tmp_path_factory):
         if (size, rest) not in known:
             jobs = [(name, spmd.told, dict(target=pairs[pair][0], draft=pairs[pair][1], **shape, **options))
                     for name, (pair, shape, options) in RUNS.items() if (size, name) in CHOSEN or rest and pair != "default"]
-            jobs = [("memory", spmd.load, {"target": large}), ("heads", spmd.heads, {}), *jobs]
+            jobs = [("memory", spmd.load, {"target": large}), ("heads", spmd.heads, {}), ("agree", spmd.agreed, {}), *jobs]
             fp32 = dict(target=pairs["fp32"][0], draft=pairs["fp32"][1])
             if size == 2:
                 jobs += [("config", partial(by_rank, build, {"target": other}), dict(target=pairs["fp32"][0])),
@@ -161,9 +161,14 @@ def test_ranks_that_differ_are_named(job, says, ranks):
     assert all(says in line and "rank 1" in line for line in ranks(2)[job]), ranks(2)[job]
 
 
-def test_one_decision(ranks):
+def test_one_decision(ranks, alone):
     first, second = ranks(2)["astray"]
-    assert first == second and len(first) == 11
+    assert first == second == alone("fp32", CHAIN)[0]["free"][0].ids
+
+
+def test_what_ranks_agree_on_may_have_any_strides(ranks):
+    for rank in ranks(2)["agree"]:
+        assert all(map(torch.equal, rank, spmd.agreed(Ranks())))
 
 
 @pytest.mark.parametrize("size", [2, 4])

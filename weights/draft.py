@@ -68,7 +68,7 @@ def load_draft(plan: DraftPlan, parameters: dict[str, torch.Tensor],
                progress: Callable[[int, int, str], None] | None = None) -> Report:
     """Fill `parameters` (names and shapes of plan.shapes) in place; warn where rows of the head repeat."""
     report = fill(plan, parameters, progress)
-    repeated = _repeated_rows(parameters["head"]) if "head" in plan.own else 0
+    repeated = repeated_rows(parameters["head"]) if "head" in plan.own else 0
     if repeated:
         report.lines.append(f"warning: {repeated} rows of the draft's head repeat others, as a wrongly pruned vocabulary does")
     return report
@@ -96,7 +96,7 @@ def _provenance(s: Source, target: TargetConfig, c: DraftConfig) -> tuple[frozen
     return frozenset(part for part, there in (("embed", embed), ("head", head or tied)) if there), tied
 
 
-def _repeated_rows(head: torch.Tensor, chunk: int = 4096) -> int:
+def repeated_rows(head: torch.Tensor, chunk: int = 4096) -> int:
     """How many rows of [rows, width] equal an earlier one, by a random projection in fp64 (equal rows project equally)."""
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(head.shape[1], generator=generator, dtype=torch.float64).to(head.device)

@@ -1,0 +1,94 @@
+"""Rounds looked into: what the draft and the target take, and which experts the verified rows want."""
+from copy import copy
+from statistics import mean
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from minispec.graphs import Graphs
+
+
+class Traced(NamedTuple):
+    """A round: seconds of it in all, drafting, verifying (tree to choice); mean number of distinct experts a MoE layer, None without one."""
+    total: float
+    draft: float
+    verify: float
+    experts: float | None
+
+
+class Trace:
+    """While entered, the engine's rounds leave marks and the router's choices. Nothing of it is there while a clock runs for a result.
+
+    On CUDA the marks are events inside of graphs captured anew; what the router chose then lies in the graph's memory after each replay.
+    Not for several ranks on CUDA: the others would not take part in the capture.
+    """
+
+    def __init__(self, engine):
+        self.engine, self.cuda, self.on, self.marks, self.chosen = engine, engine.device.type == "cuda", False, {}, {}
+
+    def __enter__(self):
+        runner = self.engine.runner
+        self.kept, speculator = (runner.speculator, runner.graphs), copy(runner.speculator)
+        speculator.target = copy(speculator.target)
+        speculator.target.trace = self.route
+        if speculator.draft:
+            speculator.draft = copy(speculator.draft)
+            speculator.draft.grow = self.then("draft", speculator.draft.grow)
+        speculator.choose = self.then("verify", speculator.choose)
+        speculator.round = self.round(speculator.round)
+        runner.speculator = speculator
+        runner.graphs = runner.graphs and Graphs(runner)
+        return self
+
+    def __exit__(self, *error):
+        self.engine.runner.speculator, self.engine.runner.graphs = self.kept
+
+    def mark(self, name):
+        if self.on:
+            self.marks[name] = torch.cuda.Event(enable_timing=True, external=True) if self.cuda else perf_counter()
+            if self.cuda:
+                self.marks[name].record()
+
+    def then(self, name, run):
+        def marked(*args, **kwargs):
+            found = run(*args, **kwargs)
+            self.mark(name)
+            return found
+        return marked
+
+    def round(self, run):
+        def marked(*args):
+            self.on, self.marks, self.chosen = True, {}, {}
+            self.mark("began")
+            try:
+                return run(*args)
+            finally:
+                self.on = False         # the prompt of the next request passes through the same target
+        return marked
+
+    def route(self, layer, ids):
+        if self.on:
+            self.chosen.setdefault(id(layer), []).append(ids)
+
+    def read(self, total):
+        """The last round, which took `total` seconds."""
+        times = list(self.marks.values())
+        if self.cuda:
+            torch.cuda.synchronize()
+            spans = [first.elapsed_time(second) / 1e3 for first, second in zip(times, times[1:])]
+        else:
+            spans = [second - first for first, second in zip(times, times[1:])]
+        none = self.engine.target_config.n_routed_experts          # what rows take that nobody verifies
+        taken = [int((torch.cat(ids).unique() != none).sum()) for ids in self.chosen.values()]
+        return Traced(total, sum(spans[:-1]), spans[-1], mean(taken) if taken else None)
+
+    def rounds(self, prompt, params):
+        """Traced of each round of one prompt."""
+        found, began = [], perf_counter()
+        for event in self.engine.stream(prompt, params):
+            total = perf_counter() - began
+            if event.accepted is not None:
+                found.append(self.read(total))
+            began = perf_counter()
+        return found

@@ -1,0 +1,74 @@
+"""The captured states in numbers, and against those that a trainer saved: which stream of the target each saved part equals."""
+import pickle
+import struct
+
+import torch
+from safetensors.torch import load_file
+
+from minispec.doctor_finding import finding
+from minispec.errors import MinispecError
+from minispec.weights.checkpoint import read_header
+
+
+def statistics(subject, capture):
+    """"layer i" of each captured part -> mean norm, mean, spread (standard deviation) and the first five values of the first row."""
+    return {f"layer {layer}": {"norm": x.norm(dim=-1).mean().item(), "mean": x.mean().item(), "spread": x.std().item(),
+                               "first_five": x[0, :5].tolist()} for layer in capture for x in [subject.text.states[layer]]}
+
+
+def read_states(path, width):
+    """(ids int64 [n], parts: A tensors fp32 [n, width], the last state [n, width] or None) of a file that a trainer saved.
+
+    speculators: hidden_states, a list of A + 1 or [n, A + 1, width], the last being the target's; token_ids or input_ids. SpecForge:
+    aux_hidden_state [1, n, A * width], hidden_state [1, n, width], input_ids. Either as safetensors or as a pickle, read with weights_only.
+    """
+    try:
+        if str(path).endswith(".safetensors"):
+            read_header(str(path))
+        data = load_file(path) if str(path).endswith(".safetensors") else torch.load(path, map_location="cpu", weights_only=True)
+        ids = data.get("input_ids", data.get("token_ids")).reshape(-1).long()
+        aux, last = data.get("aux_hidden_state", data.get("hidden_states")), data.get("hidden_state", data.get("verifier_last_hidden_states"))
+        if isinstance(aux, list) or aux.dim() == 3 and aux.shape[0] == len(ids) != 1:
+            *parts, last = aux if isinstance(aux, list) else aux.unbind(1)
+        else:
+            parts = aux.reshape(len(ids), -1).split(width, -1)
+        parts = [part.reshape(len(ids), width).float() for part in parts]
+        return ids, parts, None if last is None else last.reshape(len(ids), width).float()
+    except (OSError, pickle.UnpicklingError, RuntimeError, ValueError, AttributeError, TypeError, EOFError, LookupError, struct.error) as error:
+        raise MinispecError(f"--training-states {path}: {' '.join(str(error).split())[:120]}; give one saved sample with input_ids (or token_ids) "
+                            f"and hidden_states or aux_hidden_state of width {width}") from None
+
+
+def source(x, subject):
+    """Of all streams, forms and shifts the nearest to x [n, h]: (layer, form, shift, scale, relative error); x = scale x stream, at p + shift."""
+    found = []
+    for layer in range(len(subject.text.states)):
+        for form in ("residual", "normed", "delta"):
+            for shift in (0, -1, 1):
+                stream = subject.captured(layer, form).roll(-shift, 0)[1:-1]
+                scale = (x[1:-1] * stream).sum() / stream.square().sum().clamp(min=1e-12)
+                error = (x[1:-1] - scale * stream).norm() / x[1:-1].norm().clamp(min=1e-12)
+                found.append((error.item(), layer, form, shift, scale.item()))
+    error, *place = min(found)
+    return *place, error
+
+
+def compare(subject, parts, last, capture):
+    """(findings, a dict for each saved part) for states saved in training, against the layers that the draft's files name."""
+    sources, found, device = [source(part.to(subject.head.device), subject) for part in parts], [], subject.head.device
+    layers, strange = [layer for layer, *_ in sources], [k for k, (*_, error) in enumerate(sources) if error > 0.3]
+    flag = ",".join(map(str, layers))
+    if strange:
+        error = sources[strange[0]][-1]
+        found.append(finding("states-unknown", f"no stream is nearer to saved part {strange[0]} than a relative error of {error:.2f}"))
+    elif layers != list(capture):
+        found.append(finding("states-order" if sorted(layers) == list(capture) else "states-layer", f"the saved parts are of layers {layers}",
+                             capture=list(capture), value=layers, flag=flag))
+    for k, (layer, form, shift, scale, _) in enumerate(() if strange else sources):
+        for name, wrong, what in (("states-normed", form != "residual", form), ("states-shifted", shift, f"that of position p {shift:+d}"),
+                                  ("states-scaled", abs(scale - 1) > 0.05, f"{scale:.3f} times the stream")):
+            if wrong:
+                found.append(finding(name, f"saved part {k} (layer {layer}) is {what}"))
+    if last is not None and (place := source(last.to(device), subject))[0] != len(subject.text.states) - 1:
+        found.append(finding("states-last", f"the last saved state is the input of layer {place[0]}"))
+    return found, [dict(zip(("layer", "form", "shift", "scale", "error"), place)) for place in sources]

@@ -1,0 +1,67 @@
+"""`minispec doctor` as a command: exit status, where its words go, and every finding of a pair in one run."""
+import json
+import subprocess
+import sys
+from time import perf_counter
+
+import pytest
+
+from minispec.doctor import diagnose
+from minispec.errors import MinispecError
+
+from .conftest import ROOT
+from .mutants import mutate
+from .tiny_draft import DIALECTS
+
+
+def command(*arguments):
+    return subprocess.run([sys.executable, "-m", "minispec", "doctor", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt_ids": [7 + i, 301, 45, 12 + i, 99]}) + "\n" for i in range(0, 60, 5)))
+    return tmp_path / "p.jsonl"
+
+
+def test_findings_are_status_1_and_read_past_refusals(target, draft, prompts, tmp_path):
+    wrong = mutate(draft, tmp_path / "x", lambda w: w.update(d2t=w["d2t"].half()), lambda c: c.update(tie_word_embeddings=True))
+    ran = command("--target", target, "--draft", wrong, "--prompts", prompts, "--max-tokens", 32, "--json")
+    found = json.loads(ran.stdout)
+    assert ran.returncode == 1 and not found["sound"]
+    assert {finding["name"] for finding in found["findings"] if finding["severity"] != "note"} == {"tied-head", "d2t-dtype"}
+    assert "engine_by_depth" in found["facts"] and all(line.startswith("minispec: ") for line in ran.stderr.splitlines())
+
+
+def test_a_sound_pair_is_status_0(target, draft, prompts):
+    ran = command("--target", target, "--draft", draft, "--prompts", prompts, "--max-tokens", 32)
+    assert ran.returncode == 0 and ran.stdout.endswith("\nsound\n"), ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--draft", "nowhere"), ("--draft", "none", "--target", "nowhere"), ("--target", "nowhere", "--draft", "nowhere")])
+def test_what_cannot_run_is_status_2(arguments):
+    ran = command(*arguments)
+    assert ran.returncode == 2 and ran.stdout == "" and ran.stderr.count("\n") == 1 and "minispec: error: " in ran.stderr
+
+
+def test_a_target_that_is_refused_is_a_finding(target, draft, tmp_path):
+    wrong = mutate(target, tmp_path / "x", config=lambda c: c.update(hidden_act="gelu"))
+    diagnosis = diagnose(wrong, draft)
+    assert [finding.name for finding in diagnosis.findings] == ["target-refused"] and "hidden_act" in diagnosis.findings[0].measured
+    with pytest.raises(MinispecError, match="training-states"):
+        diagnose(target, draft, [[5, 6]], training_states=str(tmp_path / "none.pt"))
+
+
+def test_the_callers_reading_is_the_declared_one(target, draft, checkpoints):
+    """--capture and the flags act in doctor as in the engine."""
+    prompts = [[7 + i, 301, 45, 12 + i, 99] for i in range(0, 60, 5)]
+    diagnosis = diagnose(target, checkpoints.fitted(target, **DIALECTS["speculators"]), prompts, max_tokens=32, capture=(0, 3, 7), norm_output=False)
+    assert list(diagnosis.facts["captured_states"]) == ["layer 0", "layer 3", "layer 7"]
+    assert list(diagnosis.facts["depth"]) == ["recycling_pre_norm", "recycling_post_norm"]
+
+
+@pytest.mark.slow
+def test_the_default_pair_is_sound_within_a_minute():
+    began = perf_counter()
+    ran = command()
+    assert ran.returncode == 0 and ran.stdout.endswith("\nsound\n") and perf_counter() - began < 60
