@@ -134,11 +134,11 @@ class Adaptive:
     def plan(self, captured, size, requests):
         """What rank 0 says of the next round, in terms of JSON: [PLAIN or None, and where they change price and level].
 
-        captured: whether it is a CUDA graph; requests: who is in it: a new one is worth a probe.
+        captured: whether it is a CUDA graph; requests: who is in it, oldest first: a new one is worth a probe.
         """
         if (captured, size) not in self.curves:
             self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.shape.steps)
-        curve, newest = self.curves[captured, size], max(map(id, requests))
+        curve, newest = self.curves[captured, size], id(requests[-1])
         if curve.rest and newest != self.newest:
             curve.rest = 0
         self.newest, what = newest, curve()

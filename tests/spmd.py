@@ -89,11 +89,11 @@ def drift(target, draft, team, fault):
     engine = Engine(target, draft, tensor_parallel=team.size, team=team, draft_steps=2, topk=1)
     rounds, done = engine.runner.round, []
 
-    def round(requests):
+    def round(*what):
         done.append(1)
         if len(done) == 5 and team.rank == 1:
             fault(engine)
-        return rounds(requests)
+        return rounds(*what)
     engine.runner.round = round
     return refused(lambda: engine.generate(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True)))
 
