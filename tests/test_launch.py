@@ -186,11 +186,11 @@ def test_interrupt_in_a_step_waits_for_its_end(processes, alone, monkeypatch):
     with pair(tensor_parallel=2) as engine:
         round_, calls = engine.runner.round, []
 
-        def interrupted(requests):
+        def interrupted(requests, plan):
             calls.append(len(requests))
             if len(calls) == 3:
                 signal.raise_signal(signal.SIGINT)
-            return round_(requests)
+            return round_(requests, plan)
 
         monkeypatch.setattr(engine.runner, "round", interrupted)
         with pytest.raises(KeyboardInterrupt):
