@@ -55,7 +55,7 @@ class Curve:
     minute makes no row count look dear. gain: tokens a request and drafted round; spent: the cost of such a round."""
 
     def __init__(self, requests, nodes, steps):
-        self.requests, self.nodes, self.cost, self.seen, self.base, self.level = requests, nodes, {}, {}, None, 0.0
+        self.requests, self.nodes, self.cost, self.seen, self.use, self.base, self.level = requests, nodes, {}, {}, {}, None, 0.0
         self.trials = [n if n == PLAIN else min(n, nodes) * requests for n in (steps, PLAIN, 1, 3, 10)] * 2
         self.gain, self.spent, self.drafted, self.rest, self.interval, self.age = 1.0, 1.0, 0, 0, 0, 0
 
@@ -87,15 +87,19 @@ class Curve:
             self.interval, self.drafted = 0, SHORT
 
     def _average(self, nodes, seconds):
-        """The best of the first three rounds of a kind, then a running mean that no outlier drags far."""
+        """The better of the first two rounds of a kind, then a running geometric mean that no outlier drags far. The kind that is usual now
+        keeps its cost and moves the base instead: were both free, kinds that are rare would be left behind on another scale."""
         self.base = self.base or seconds
         known, count, relative = self.cost.get(nodes, 1e9), self.seen.get(nodes, 0), seconds / self.base
-        self.seen[nodes] = count + 1
-        if count < 3:
+        self.seen[nodes], self.use = count + 1, {n: 0.97 * use for n, use in self.use.items()}
+        self.use[nodes] = self.use.get(nodes, 0) + 1
+        change = min(max(relative / known, 0.5), 2)
+        if count < 2:
             self.cost[nodes] = min(known, relative)
+        elif nodes == max(self.use, key=self.use.get):
+            self.base *= change**0.1
         else:
-            self.cost[nodes] += (min(relative, 2 * known) - known) / min(count, 32)
-            self.base *= min(max(relative / known, 0.5), 2) ** 0.1
+            self.cost[nodes] *= change ** (1 / min(count, 32))
         return self.cost[nodes]
 
     def prices(self):

@@ -43,12 +43,12 @@ class Target:
             else:
                 q = latent_project(layer, a, cache[i], rows.slots, angles, c, ranks, exact)
                 x = mla_attend(layer, q, x, cache[i], rows.view, c, ranks)
-            x = rowwise(partial(self.experts, layer, live), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
+            x = rowwise(partial(self.experts, layer, live=live), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
         entering[len(self.layers)] = x
         states = torch.cat([entering[i] for i in capture], -1) if capture else x[..., :0]
         return rms_norm(x, self.norm, eps), states
 
-    def experts(self, layer, live, x):
+    def experts(self, layer, x, live=None):
         """x + routed and shared experts of its norm: [B, R, h] -> the same. live bool [B * R] or None: rows that need experts."""
         c, flat, shared = self.config, x.flatten(0, 1), bool(self.config.n_shared_experts)
         h, ids, weights, inner = ffn_front(
