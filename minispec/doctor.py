@@ -11,7 +11,7 @@ from minispec.doctor_files import CAPTURE_FAULTS, audit
 from minispec.doctor_finding import Diagnosis, finding
 from minispec.doctor_probe import Reading, Subject, Text
 from minispec.doctor_rounds import by_depth, depths, engine_findings, recycling, rounds, text_findings, trend
-from minispec.doctor_scan import differences, distinct, score, search
+from minispec.doctor_scan import ENOUGH, differences, distinct, score, search
 from minispec.doctor_states import compare, read_states, statistics
 from minispec.engine import Engine
 from minispec.errors import MinispecError
@@ -54,12 +54,11 @@ def diagnose(target=None, draft=None, prompts=None, training_states=None, max_to
     for folder, pickled in ((target, False), (draft, True)):
         Fields.read(folder), Checkpoint.open(folder, pickled=pickled)
     try:
-        prompts = prompts or [one.prompt for one in read_prompts(per_kind=2)]
-        heard = hear(target, prompts, training_states, max_tokens, note, latent_norm_eps=latent_norm_eps, device=device, dtype=dtype)
+        open_target(target, TargetConfig.read(target, latent_norm_eps)).checkpoint.close()
     except MinispecError as error:
-        if str(error).startswith("--training-states"):
-            raise
         return Diagnosis.of([finding("target-refused", str(error), cure=str(error).rpartition("; ")[2])], {})
+    prompts = prompts or [one.prompt for one in read_prompts(per_kind=2)]
+    heard = hear(target, prompts, training_states, max_tokens, note, latent_norm_eps=latent_norm_eps, device=device, dtype=dtype)
     return examine(heard, draft, dialect, note)
 
 
@@ -67,7 +66,7 @@ def hear(target, prompts, training_states=None, max_tokens=96, note=lambda line:
     """Let a target write, and capture every layer."""
     config = TargetConfig.read(target, options["latent_norm_eps"])
     layers = tuple(range(config.num_hidden_layers + 1))
-    saved = training_states and read_states(training_states, config.hidden_size)
+    saved = training_states and read_states(training_states, config)
     note(f"the target writes {max_tokens} tokens after each of {len(prompts)} prompts")
     with Engine(target, "none", capture=layers, **options) as engine:
         outputs = engine.generate(list(prompts), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
@@ -87,12 +86,16 @@ def examine(heard, draft, dialect=None, note=lambda line: None, engine=True):
     reading |= {"overrides": {name: given[name] for name in given.keys() - reading}, "latent_norm_eps": heard.options["latent_norm_eps"]}
     with TemporaryDirectory() as scratch:
         findings, folder = audit(draft, config, scratch, reading)
-        if folder is None or any(one.name == "layer-untrained" for one in findings):
+        if folder is None or any(one.name == "layer-untrained" or one.evidence.get("share", 0) > 0.5 for one in findings):
             return Diagnosis.of(findings, {"not_probed": "a draft that does not open, or was never trained, says nothing under any reading"})
         plan = open_draft(str(folder), config, **reading)
         subject, lines = own_subject(heard, plan)
-        facts = {"read_as": lines, "rope_of_the_target": str(config.rope), "rope_of_the_draft": str(plan.config.rope),
-                 "trained_context": plan.config.max_position_embeddings, "longest_text": int(text.position.max()) + 1}
+        outputs = [layer - 1 for layer in plan.config.capture]
+        trained, longest = plan.config.max_position_embeddings, int(text.position.max()) + 1
+        facts = {"read_as": lines, "captured": f"inputs of layers {list(plan.config.capture)} = outputs of layers {outputs}",
+                 "rope_of_the_target": str(config.rope), "rope_of_the_draft": str(plan.config.rope), "trained_context": trained,
+                 "longest_text": longest}
+        findings += [finding("context-untrained", f"{longest} tokens of text", trained=trained)] if longest > trained else []
         with torch.inference_mode():
             guessed = [i for i, one in enumerate(findings) if one.name in CAPTURE_FAULTS]
             more, found, layers = probe(subject, Reading.of(plan.config), config, facts, note, frozenset({"capture"} if guessed else ()))
@@ -164,10 +167,12 @@ def probe(subject, declared, target, facts, note, open_fields=frozenset()):
     name, opposite = ("post", "pre") if declared.config.norm_output else ("pre", "post")
     found, given, other = (depths(subject, *which) for which in ((declared, name), (best, name), (best, opposite)))
     findings += recycling(given, other, name, rows)
+    if len(rows) < ENOUGH:
+        findings.append(finding("little-text", f"{len(rows)} distinct places", enough=ENOUGH))
     shuffled, true, least = score(subject, replace(best, form="shuffled"), rows), subject.text.after(2)[0], known[best].agreement
     weak = "" if known[best].beats(shuffled) and (findings or least > 0.3) else "weak-draft" if known[best].beats(shuffled) else "states-unused"
     findings += [finding(weak, f"agreement {least:.3f}", shuffled=f"{shuffled.agreement:.3f}",
-                         severity="error" if weak[0] == "s" and least < 0.15 else "note")] if weak else []
+                         severity="error" if weak[0] == "s" and least < 0.15 else "note")] if weak and len(rows) >= ENOUGH else []
     oov = 0.0 if subject.ids is None else (~torch.isin(true[rows], subject.ids)).float().mean().item()
     findings += trend(known[best], subject.text, rows, oov)
     facts |= {"agreement": known[declared].agreement, "agreement_with_other_states": shuffled.agreement, "readings_compared": len(known),
@@ -178,14 +183,16 @@ def probe(subject, declared, target, facts, note, open_fields=frozenset()):
 
 def reading_finding(name, value, better, declared, best):
     """The finding for one field in which the best reading differs from the declared one."""
-    slug = SLUGS.get(name) or "rope-" + ("style" if value.style != better.style else "scaling" if value.kind != better.kind else "theta")
+    slug = {"absolute": "d2t-absolute", "offset": "d2t-broken"}.get(better) or SLUGS.get(name)
+    slug = slug or "rope-" + ("style" if value.style != better.style else "scaling" if value.kind != better.kind else "theta")
     if name == "capture" and (sorted(better) == sorted(value) or list(better) != sorted(set(better))):
         slug = "capture-parts"
     flag = {"capture": ",".join(map(str, better)) if name == "capture" else "", "norm_before_residual": "" if better else "no-",
             "vocab": "ascending ids" if better == "order" else "each row's id is that of the target's row nearest to it"}.get(name, "")
     old, new = (list(v) if isinstance(v, tuple) else str(v).lower() if isinstance(v, bool) else v for v in (value, better))
     return finding(slug, f"agreement {declared.agreement:.3f} as declared ({name} {old})",
-                   {"declared": declared.agreement, "better": best.agreement}, better=f"{best.agreement:.3f} ({name} {new})", value=new, flag=flag)
+                   {"declared": declared.agreement, "better": best.agreement}, better=f"{best.agreement:.3f} ({name} {new})", value=new, flag=flag,
+                   way="give --d2t absolute" if better == "absolute" else "drop --d2t absolute, or store d2t + arange")
 
 
 def measured(outputs, counted):

@@ -48,8 +48,8 @@ class Files:
 
 def audit(folder, target, scratch, reading):
     """(findings, the folder to go on with, or None where nothing opens). target: TargetConfig; scratch: an empty folder for a mended copy;
-    reading: the caller's own, as weights.draft.open_draft takes it."""
-    files, at, done = Files(folder), folder, None
+    reading: the caller's own, as weights.draft.open_draft takes it; MinispecError where it is that which cannot be."""
+    files, at, done, before = Files(folder), folder, None, ""
     found = [*values(files)]
     if any(one.name == "not-finite" for one in found):
         files.write(at := scratch)
@@ -59,6 +59,9 @@ def audit(folder, target, scratch, reading):
             return [*found, *untrained(files), *prefix(files, target)], at
         except MinispecError as error:
             text = str(error).replace(f"{at}/", "").replace(f"{at}:", "").strip()
+            if text == before:                          # no file says this any more: the caller's own reading does
+                raise MinispecError(text) from None
+        before = text
         match, name, mend = next((match, *row) for pattern, *row in REFUSALS if (match := re.search(pattern, text)))
         done, (what, _, way) = mend(files, match, target) if mend else False, text.rpartition("; ")
         found.append(finding(name, what, {"refused": text}, done, way=way))
@@ -179,7 +182,7 @@ def values(f):
     for name, t in f.tensors.items():
         bad = int((~t.float().isfinite()).sum()) if t.is_floating_point() else 0
         if bad:
-            yield finding("not-finite", f"{bad} of {t.numel()} values of {name} are NaN or infinite", tensor=name)
+            yield finding("not-finite", f"{bad} of {t.numel()} values of {name} are NaN or infinite", {"share": bad / t.numel()}, tensor=name)
             f.tensors[name] = t.nan_to_num(0, 0, 0)
     head = f.tensors.get(f.name("lm_head.weight"), torch.ones(1, 1))
     zero, again = int((head == 0).all(-1).sum()), repeated_rows(head) if head.dim() == 2 else 0

@@ -58,8 +58,14 @@ class Diagnosis:
 
     def text(self):
         serious, lines = sum(one.severity != "note" for one in self.findings), [line for one in self.findings for line in one.lines()]
-        lines += [f"{name.replace('_', ' ')}: {shown(value)}" for name, value in self.facts.items() if name != "read_as"]
+        for name, value in self.facts.items():          # a line for each line of a report, and for each captured state
+            inner = value if isinstance(value, list) else [f"{key}: {shown(v)}" for key, v in value.items()] if nested(value) else []
+            lines += [f"{name.replace('_', ' ')}:", *(f"  {line}" for line in inner)] if inner else [f"{name.replace('_', ' ')}: {shown(value)}"]
         return "\n".join(map(printable, [*lines, f"{serious} finding{'s' * (serious > 1)}" if serious else "sound"]))
+
+
+def nested(value):
+    return isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values())
 
 
 def shown(value):

@@ -18,8 +18,8 @@ class Reading:
     form: of the captured states: "residual" (as it enters the layer), "normed" (by that layer's own norm), "delta" (what the layer before added),
     "shuffled" (of other rows). bypass: the layer whose state reaches the draft without fc. swapped: [hidden, embedding] instead of [embedding,
     hidden]. shift: the token beside state p is p + shift, and the one after that is foretold. split: heads are this much wider and fewer.
-    vocab: "map" (d2t), "order" (ascending ids), "nearest" (the target's row most like the draft's). embed, head: the "draft" file's or the
-    "target"'s.
+    vocab: "map" (d2t), "absolute" or "offset" (d2t read so instead), "order" (ascending ids), "nearest" (the target's row most like the
+    draft's). embed, head: the "draft" file's or the "target"'s.
     """
     config: DraftConfig
     capture: tuple

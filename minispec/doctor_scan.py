@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from minispec.rope import Rope
 
 NOISE = 4.0         # standard errors by which a reading must beat another: 3 in 100,000 by chance, for some 50 to 200 readings
+ENOUGH = 60         # distinct places below which a difference in agreement of a quarter passes for noise
 THETAS = (10000.0, 50000.0, 500000.0, 1000000.0)
+
+OFFSETS = {"absolute": -1, "offset": 1}         # vocab of a Reading: times the draft id, what the other reading of d2t adds to the ids
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def score(subject, reading, rows):
         used, place = best.unique(return_inverse=True)
         head = F.normalize(subject.p.get("head", subject.head)[used], dim=-1) @ F.normalize(subject.head, dim=-1).T
         return Score(head.argmax(-1)[place] == true, torch.full_like(true, torch.nan, dtype=torch.float32))
-    ids = ids.sort().values if reading.vocab == "order" else ids
+    ids = ids.sort().values if reading.vocab == "order" else ids + OFFSETS.get(reading.vocab, 0) * torch.arange(len(ids), device=ids.device)
     inverse = torch.full((len(subject.head),), -1, device=ids.device).scatter(0, ids, torch.arange(len(ids), device=ids.device))
     place = inverse[true]
     rank = 1 + (logits > logits.gather(1, place.clamp(min=0)[:, None])).sum(-1)
@@ -76,7 +79,11 @@ def variants(subject, declared, rope):
         edits += one("split", *[2] * (c.num_attention_heads % 2 == c.num_key_value_heads % 2 == 0), *[0.5] * (c.head_dim % 4 == 0))
     if same:
         edits += one("bypass", *declared.capture, layers) + [edit for name in ("embed", "head") if name in subject.p for edit in one(name, "target")]
-    return edits + (one("vocab", "order", *["nearest"] * same) if subject.ids is not None else [])
+    if subject.ids is not None:
+        other = {name: subject.ids + k * torch.arange(len(subject.ids), device=subject.ids.device) for name, k in OFFSETS.items()}
+        possible = [name for name, ids in other.items() if 0 <= ids.min() and ids.max() < len(subject.head) and len(ids.unique()) == len(ids)]
+        edits += one("vocab", *possible, "order", *["nearest"] * same)
+    return edits
 
 
 def search(subject, declared, rope, rows, open_fields=frozenset()):

@@ -1,6 +1,7 @@
 """The captured states in numbers, and against those that a trainer saved: which stream of the target each saved part equals."""
 import pickle
 import struct
+import warnings
 
 import torch
 from safetensors.torch import load_file
@@ -16,26 +17,38 @@ def statistics(subject, capture):
                                "first_five": x[0, :5].tolist()} for layer in capture for x in [subject.text.states[layer]]}
 
 
-def read_states(path, width):
-    """(ids int64 [n], parts: A tensors fp32 [n, width], the last state [n, width] or None) of a file that a trainer saved.
+def read_states(path, target):
+    """(ids int64 [n], parts: A tensors fp32 [n, width], the last state [n, width] or None) of a file that a trainer saved, as much of it as
+    fits the context. target: TargetConfig. MinispecError, which begins with the flag's name, for any other file.
 
     speculators: hidden_states, a list of A + 1 or [n, A + 1, width], the last being the target's; token_ids or input_ids. SpecForge:
     aux_hidden_state [1, n, A * width], hidden_state [1, n, width], input_ids. Either as safetensors or as a pickle, read with weights_only.
     """
+    width, vocab = target.hidden_size, target.vocab_size
     try:
         if str(path).endswith(".safetensors"):
             read_header(str(path))
-        data = load_file(path) if str(path).endswith(".safetensors") else torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            data = load_file(path) if str(path).endswith(".safetensors") else torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(data, dict) or not {"input_ids", "token_ids"} & data.keys() or not {"hidden_states", "aux_hidden_state"} & data.keys():
+            raise ValueError(f"it holds {sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__}")
         ids = data.get("input_ids", data.get("token_ids")).reshape(-1).long()
         aux, last = data.get("aux_hidden_state", data.get("hidden_states")), data.get("hidden_state", data.get("verifier_last_hidden_states"))
         if isinstance(aux, list) or aux.dim() == 3 and aux.shape[0] == len(ids) != 1:
             *parts, last = aux if isinstance(aux, list) else aux.unbind(1)
         else:
             parts = aux.reshape(len(ids), -1).split(width, -1)
-        parts = [part.reshape(len(ids), width).float() for part in parts]
-        return ids, parts, None if last is None else last.reshape(len(ids), width).float()
+        *parts, last = (None if x is None else x.reshape(len(ids), width).float() for x in (*parts, last))
+        if len(ids) < 8 or not 0 <= ids.min() <= ids.max() < vocab:
+            raise ValueError(f"{len(ids)} ids, where 8 or more from 0 to {vocab - 1} are needed")
+        if not all(x is None or x.isfinite().all() and x.any() for x in (*parts, last)):
+            raise ValueError("a state is all zero, or holds NaN")
+        kept = slice(target.max_position_embeddings)
+        return ids[kept], [part[kept] for part in parts], None if last is None else last[kept]
     except (OSError, pickle.UnpicklingError, RuntimeError, ValueError, AttributeError, TypeError, EOFError, LookupError, struct.error) as error:
-        raise MinispecError(f"--training-states {path}: {' '.join(str(error).split())[:120]}; give one saved sample with input_ids (or token_ids) "
+        what = "a pickle of more than tensors, which is not executed" if isinstance(error, pickle.UnpicklingError) else str(error)
+        raise MinispecError(f"--training-states {path}: {' '.join(what.split())[:120]}; give one saved sample with input_ids (or token_ids) "
                             f"and hidden_states or aux_hidden_state of width {width}") from None
 
 

@@ -11,6 +11,7 @@ from minispec.errors import MinispecError
 
 from .conftest import ROOT
 from .mutants import mutate
+from .test_cli import run  # noqa: F401
 from .tiny_draft import DIALECTS
 
 
@@ -38,10 +39,40 @@ def test_a_sound_pair_is_status_0(target, draft, prompts):
     assert ran.returncode == 0 and ran.stdout.endswith("\nsound\n"), ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("arguments", [("--draft", "nowhere"), ("--draft", "none", "--target", "nowhere"), ("--target", "nowhere", "--draft", "nowhere")])
-def test_what_cannot_run_is_status_2(arguments):
-    ran = command(*arguments)
-    assert ran.returncode == 2 and ran.stdout == "" and ran.stderr.count("\n") == 1 and "minispec: error: " in ran.stderr
+PAIR = "--target", "{target}", "--draft", "{draft}"
+CANNOT = {"a draft alone": ("--draft", "nowhere"), "no draft": ("--draft", "none", "--target", "nowhere"),
+          "no folders": ("--target", "nowhere", "--draft", "nowhere"), "layers that do not fit": (*PAIR, "--capture", "0,3"),
+          "layers that are not there": (*PAIR, "--capture", "9,9,9"), "a norm that is not there": (*PAIR, "--fc-norm"),
+          "no such device": (*PAIR, "--device", "cuda:99"), "no such id": (*PAIR, "--prompts", "{ids}"), "no prompt": (*PAIR, "--prompts", "{none}")}
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_what_cannot_run_is_status_2(case, run, target, draft, tmp_path):  # noqa: F811
+    """One line, and nothing on stdout."""
+    (tmp_path / "none").write_text("")
+    (tmp_path / "ids").write_text('{"prompt_ids": [99999]}\n')
+    places = dict(target=target, draft=draft, ids=tmp_path / "ids", none=tmp_path / "none")
+    few = ("--max-tokens", 8) if "--prompts" in CANNOT[case] else ("--max-tokens", 8, "--prompts", short(tmp_path / "short"))
+    ran = run("doctor", *(word.format(**places) for word in CANNOT[case]), *few)
+    assert ran.status == 2 and ran.out == "" and ran.err.count("minispec: error: ") == 1 and ran.err.splitlines()[-1].startswith("minispec: error: ")
+
+
+def short(path):
+    path.write_text('{"prompt_ids": [7, 301, 45]}\n')
+    return path
+
+
+def test_little_text_proves_nothing(run, target, draft, tmp_path):  # noqa: F811
+    ran = run("doctor", "--target", target, "--draft", draft, "--prompts", short(tmp_path / "short"), "--max-tokens", 8, "--json")
+    found = json.loads(ran.out)
+    assert ran.status == 1 and "little-text" in {one["name"] for one in found["findings"]}
+    assert not {one["name"] for one in found["findings"]} & {"states-unused", "weak-draft"}
+
+
+def test_a_draft_of_nan_is_not_read_on(target, draft, tmp_path):
+    wrong = mutate(draft, tmp_path / "x", lambda w: w["fc.weight"].fill_(float("nan")))
+    diagnosis = diagnose(target, wrong, [[7, 301, 45]], max_tokens=8)
+    assert [finding.name for finding in diagnosis.findings] == ["not-finite"] and "not_probed" in diagnosis.facts
 
 
 def test_a_target_that_is_refused_is_a_finding(target, draft, tmp_path):

@@ -47,9 +47,9 @@ def test_the_engine_accepts_what_the_probe_says(check):
 def test_13_recycled_without_residual(check, monkeypatch):
     attend = Draft.attend
 
-    def broken(self, q, residual, view, cache):
-        normed, recycled = attend(self, q, residual, view, cache)
-        return normed, recycled - residual
+    def broken(self, q, residual, view, cache, take):
+        normed, recycled = attend(self, q, residual, view, cache, take)
+        return normed, recycled - residual.flatten(0, 1)[take]
     monkeypatch.setattr(Draft, "attend", broken)
     names, facts, findings = check()
     assert names == ["engine-recycle"]
@@ -61,10 +61,8 @@ def test_28_29_drafted_rows_see_or_stand_elsewhere(check, monkeypatch):
     """Recycled rows at positions that do not move with their depth: the first draft token stays right."""
     project = Draft.project
 
-    def broken(self, hidden, rows, cache):
-        if hidden.shape[1] == 1 and rows.view.words.any():
-            rows = replace(rows, positions=rows.positions + 40)
-        return project(self, hidden, rows, cache)
+    def broken(self, hidden, rows, cache, take=None):
+        return project(self, hidden, rows if take is None else replace(rows, positions=rows.positions + 40), cache, take)
     monkeypatch.setattr(Draft, "project", broken)
     assert check()[0] == ["engine-recycle"]
 
@@ -95,24 +93,20 @@ def test_23_the_bonus_is_paired_with_another_state(check, monkeypatch):
 
 @pytest.mark.parametrize("hazard", ["24 guesses are kept", "25 rows go to other slots", "59 positions start again"])
 def test_24_25_59_the_drafts_cache(hazard, check, monkeypatch):
-    extend = Draft.extend
+    project = Draft.project
 
-    def broken(self, batch, cache, states, tokens, count):
-        if hazard[:2] == "24" and tokens.shape[1] > 1 and batch.length.max() > 12:      # a round's rows are not extended but the last
-            keep = cache.clone()
-            out = extend(self, batch, cache, states, tokens, count)
-            rows = out[2]
-            cache[rows.slots[0, :-1]] = keep[rows.slots[0, :-1]]
-            return out
-        out = extend(self, batch, cache, states, tokens, count)
-        rows = out[2]
-        if hazard[:2] == "25" and tokens.shape[1] > 1:
-            cache[rows.slots[0]] = cache[rows.slots[0]].roll(1, 0)
+    def broken(self, hidden, rows, cache, take=None):
+        if take is not None:                                            # guessed rows
+            return project(self, hidden, rows, cache, take)
         if hazard[:2] == "59":
-            rows = replace(rows, positions=torch.arange(tokens.shape[1]).expand_as(rows.positions))
-            return *self.project(self.fuse(states), rows, cache), rows
+            rows = replace(rows, positions=torch.arange(rows.tokens.shape[1]).expand_as(rows.positions))
+        keep, out = cache.clone(), project(self, hidden, rows, cache)
+        if hazard[:2] == "24" and rows.positions.max() > 12:            # a round's rows are not extended but the last
+            cache[rows.slots[0, :-1]] = keep[rows.slots[0, :-1]]
+        if hazard[:2] == "25":
+            cache[rows.slots[0]] = cache[rows.slots[0]].roll(1, 0)
         return out
-    monkeypatch.setattr(Draft, "extend", broken)
+    monkeypatch.setattr(Draft, "project", broken)
     assert check()[0] == ["engine-pairing" if hazard[:2] == "59" else "engine-cache"]
 
 

@@ -79,6 +79,28 @@ def test_a_mutant_of_the_default_draft(mutant, heard, few, tmp_path):
     assert names[name].evidence["declared"] < names[name].evidence["better"]
 
 
+def test_1_an_absolute_map_that_passes_as_offsets(few, tmp_path):
+    """Low ids alone and no t2d: both readings fit, the loader warns, and agreement decides."""
+    def low(w):
+        ids = w["d2t"] + torch.arange(3072)
+        kept = (ids < 2400).nonzero().flatten()[::2]
+        w["lm_head.weight"], w["d2t"] = w["lm_head.weight"][kept], ids[kept]
+        del w["t2d"]
+    draft = mutate(DEFAULT_DRAFT, tmp_path / "x", low)
+    size = len(load_file(draft / "model.safetensors")["d2t"])
+    (draft / "config.json").write_text((draft / "config.json").read_text().replace('"draft_vocab_size": 3072', f'"draft_vocab_size": {size}'))
+    names, _ = names_of(few, draft)
+    assert names.keys() == {"d2t-absolute"} and "--d2t absolute" in names["d2t-absolute"].cure
+    names, _ = names_of(few, draft, d2t="absolute")
+    assert not names
+
+
+def test_a_text_longer_than_training(few, tmp_path):
+    draft = mutate(DEFAULT_DRAFT, tmp_path / "x", config=lambda c: c.update(max_position_embeddings=16))
+    _, diagnosis = names_of(few, draft)
+    assert [finding.name for finding in diagnosis.findings] == ["context-untrained"] and "at most 16" in diagnosis.findings[0].expected
+
+
 def test_39_the_style_of_rope(few):
     """No config of a Llama head says it: the probe is given pairs (2j, 2j + 1)."""
     subject, declared, config = default(few)
@@ -288,10 +310,49 @@ def test_states_that_cannot_be_read(small, tmp_path):
         if content:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(MinispecError, match="training-states|" + name):
-            read_states(str(tmp_path / name), 64)
-    torch.save([1, 2], tmp_path / "d.pt")
-    with pytest.raises(MinispecError, match="input_ids"):
-        read_states(str(tmp_path / "d.pt"), 64)
+            read_states(str(tmp_path / name), small[1].config)
+
+
+class Runs:
+    """A pickle that writes a file when it is read by an unpickler that calls what it is told to."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+STATES = {"a list": ([1, 2], "holds list"), "no states": (dict(input_ids=torch.arange(9)), "holds ['input_ids']"),
+          "another width": (dict(input_ids=torch.arange(9), hidden_states=torch.ones(9, 7)), "width 64"),
+          "of another length": (dict(input_ids=torch.arange(9), hidden_states=torch.ones(8, 4, 64)), "width 64"),
+          "ids of another target": (dict(input_ids=torch.arange(9) + 510, hidden_states=torch.ones(9, 4, 64)), "from 0 to 511"),
+          "too few": (dict(input_ids=torch.arange(2), hidden_states=torch.ones(2, 4, 64)), "8 or more"),
+          "zeros": (dict(input_ids=torch.arange(9), hidden_states=torch.zeros(9, 4, 64)), "all zero"),
+          "NaN": (dict(input_ids=torch.arange(9), hidden_states=torch.ones(9, 4, 64) * float("nan")), "NaN")}
+
+
+@pytest.mark.parametrize("form", STATES)
+def test_saved_states_of_a_wrong_form(form, small, tmp_path):
+    content, word = STATES[form]
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(MinispecError) as error:
+        read_states(str(tmp_path / "x.pt"), small[1].config)
+    assert str(error.value).startswith("--training-states ") and word in str(error.value)
+
+
+def test_a_pickle_with_code_in_it_is_not_executed(small, tmp_path):
+    torch.save(dict(input_ids=torch.arange(9), hidden_states=Runs(tmp_path / "ran")), tmp_path / "x.pt")
+    with pytest.raises(MinispecError, match="not executed"):
+        read_states(str(tmp_path / "x.pt"), small[1].config)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_saved_states_longer_than_the_context(small, tmp_path):
+    size = small[1].config.max_position_embeddings
+    torch.save(dict(input_ids=torch.arange(size + 9) % 512, hidden_states=torch.ones(size + 9, 4, 64)), tmp_path / "x.pt")
+    ids, parts, last = read_states(str(tmp_path / "x.pt"), small[1].config)
+    assert [len(x) for x in (ids, *parts, last)] == [size] * 5
 
 
 def test_statistics_of_the_captured_parts(small, plain):

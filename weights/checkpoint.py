@@ -4,6 +4,7 @@ import math
 import os
 import pickle
 import struct
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -170,7 +171,9 @@ def _unique(pairs: list) -> dict:
 def _read_pickle(path: str) -> dict[str, torch.Tensor]:
     """A state dict from a pickle. torch's weights-only unpickler builds tensors and containers and calls nothing else."""
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")             # of other pickle protocols: the refusal says it
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError,
             AssertionError, struct.error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
