@@ -12,7 +12,6 @@ from minispec.errors import MinispecError
 from .conftest import ROOT
 from .mutants import mutate
 from .test_cli import run  # noqa: F401
-from .tiny_draft import DIALECTS
 
 
 def command(*arguments):
@@ -25,18 +24,21 @@ def prompts(tmp_path):
     return tmp_path / "p.jsonl"
 
 
-def test_findings_are_status_1_and_read_past_refusals(target, draft, prompts, tmp_path):
+def test_findings_are_status_1_and_read_past_refusals(run, target, draft, prompts, tmp_path):  # noqa: F811
     wrong = mutate(draft, tmp_path / "x", lambda w: w.update(d2t=w["d2t"].half()), lambda c: c.update(tie_word_embeddings=True))
-    ran = command("--target", target, "--draft", wrong, "--prompts", prompts, "--max-tokens", 32, "--json")
-    found = json.loads(ran.stdout)
-    assert ran.returncode == 1 and not found["sound"]
+    ran = run("doctor", "--target", target, "--draft", wrong, "--prompts", prompts, "--max-tokens", 24, "--json")
+    found = json.loads(ran.out, parse_constant=pytest.fail)             # NaN is no JSON
+    assert ran.status == 1 and not found["sound"]
     assert {finding["name"] for finding in found["findings"] if finding["severity"] != "note"} == {"tied-head", "d2t-dtype"}
-    assert "engine_by_depth" in found["facts"] and all(line.startswith("minispec: ") for line in ran.stderr.splitlines())
+    assert "engine_by_depth" in found["facts"] and all(line.startswith("minispec: ") for line in ran.err.splitlines())
 
 
-def test_a_sound_pair_is_status_0(target, draft, prompts):
-    ran = command("--target", target, "--draft", draft, "--prompts", prompts, "--max-tokens", 32)
-    assert ran.returncode == 0 and ran.stdout.endswith("\nsound\n"), ran.stdout + ran.stderr
+def test_a_sound_pair_is_status_0(run, target, draft, prompts):  # noqa: F811
+    ran = run("doctor", "--target", target, "--draft", draft, "--prompts", prompts, "--max-tokens", 24)
+    assert ran.status == 0 and ran.out.endswith("\nsound\n"), ran.out + ran.err
+    for line in ("captured: inputs of layers [2, 4, 5] = outputs of layers [1, 3, 4]", "read as:", "  layer 4: norm ", "trained context: "):
+        assert f"\n{line}" in "\n" + ran.out
+    assert max(map(len, ran.out.splitlines())) < 250, "readable"
 
 
 PAIR = "--target", "{target}", "--draft", "{draft}"
@@ -83,12 +85,12 @@ def test_a_target_that_is_refused_is_a_finding(target, draft, tmp_path):
         diagnose(target, draft, [[5, 6]], training_states=str(tmp_path / "none.pt"))
 
 
-def test_the_callers_reading_is_the_declared_one(target, draft, checkpoints):
+def test_the_callers_reading_is_the_declared_one(target, draft):
     """--capture and the flags act in doctor as in the engine."""
     prompts = [[7 + i, 301, 45, 12 + i, 99] for i in range(0, 60, 5)]
-    diagnosis = diagnose(target, checkpoints.fitted(target, **DIALECTS["speculators"]), prompts, max_tokens=32, capture=(0, 3, 7), norm_output=False)
+    diagnosis = diagnose(target, draft, prompts, max_tokens=16, capture=(0, 3, 7), norm_output=True)
     assert list(diagnosis.facts["captured_states"]) == ["layer 0", "layer 3", "layer 7"]
-    assert list(diagnosis.facts["depth"]) == ["recycling_pre_norm", "recycling_post_norm"]
+    assert list(diagnosis.facts["depth"]) == ["recycling_post_norm", "recycling_pre_norm"]
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ from minispec.weights.draft import open_draft
 from .tiny_draft import DIALECTS
 
 
-@pytest.fixture
-def heard(target):
-    prompts = [[7 + i, 301, 45, 12 + i, 99] for i in range(0, 24, 4)]
-    return hear(str(target), prompts, max_tokens=40, latent_norm_eps=1e-6, device="cpu", dtype="float32")
+@pytest.fixture(scope="module")
+def heard(checkpoints):
+    prompts = [[7 + i, 301, 45, 12 + i, 99] for i in range(0, 20, 4)]
+    return hear(str(checkpoints.target()), prompts, max_tokens=40, latent_norm_eps=1e-6, device="cpu", dtype="float32")
 
 
 @pytest.fixture

@@ -61,13 +61,13 @@ def test_story_2_a_map_stored_as_absolute_ids(few, tmp_path):
     assert diagnosis.facts["agreement"] > 0.6
 
 
-def test_story_3_one_state_and_no_fusion(heard, tmp_path):
+def test_story_3_one_state_and_no_fusion(heard, few, tmp_path):
     """The config names one layer; engines that skip fc where the width fits feed it that state. The scan finds the three."""
     one = mutate(DEFAULT_DRAFT, tmp_path / "one", config=lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[7]))
     names, diagnosis = found(heard, one)
     assert names.keys() == {"fusion-bypassed"} and "--capture 2,4,7" in names["fusion-bypassed"].cure
     flag = mutate(DEFAULT_DRAFT, tmp_path / "flag", config=lambda c: c["eagle_config"].update(use_aux_hidden_state=False))
-    names, _ = found(heard, flag)
+    names, _ = found(few, flag)
     assert names.keys() == {"fusion-bypassed"} and "use_aux_hidden_state" in names["fusion-bypassed"].cure
     names, diagnosis = found(heard, mutate(DEFAULT_DRAFT, tmp_path / "none", drop("fc.weight")))
     assert names.keys() == {"fusion-missing"} and "not_probed" in diagnosis.facts
