@@ -21,7 +21,8 @@ class Setting:
 
     def __init__(self, engine):
         shape = engine.shape
-        self.engine, self.name = engine, {"draft_steps": shape.steps, "topk": shape.topk, "nodes": shape.nodes}
+        nodes = "auto" if shape.adaptive else shape.nodes
+        self.engine, self.name = engine, {"draft_steps": shape.steps, "topk": shape.topk, "nodes": nodes}
         self.outputs, self.differences, self.runs, self.equal = [], [], [], True
 
     def check(self, plain, params):

@@ -99,14 +99,7 @@ def test_shapes_of_a_sweep_are_those_that_can_be():
         compare.shapes((1,), (1,), (5,))
 
 
-def test_nodes_auto_is_one_more_setting_once_a_shape_takes_it(monkeypatch):
-    class Shape(speculate.Shape):
-        def __post_init__(self):
-            if self.nodes != "auto":
-                super().__post_init__()
-
-    assert not [one for one in compare.shapes() if one[2] == "auto"]
-    monkeypatch.setattr(compare, "Shape", Shape)
+def test_nodes_auto_is_one_more_setting():
     assert [one for one in compare.shapes((2, 4), (3,)) if one[2] == "auto"] == [(2, 3, "auto"), (4, 3, "auto")]
     assert compare.shapes((4,), (2,), ("auto",)) == [(4, 2, "auto")]
 
@@ -225,12 +218,12 @@ def test_bench_sweeps_and_batches(bench, target, draft, tmp_path):
     done = bench("--repeats", 2, "--sweep-draft-steps", "1,3", "--sweep-topk", "2", "--batch", "1,3", "--temperature", 0.5, *plot(tmp_path))
     result = done.result
     names = [(one["draft_steps"], one["topk"], one["nodes"]) for one in result["sweep"]["settings"]]
-    assert done.status == 0 and names == [(3, 4, 3), (1, 2, 2), (3, 2, 3), (3, 2, 6)]
-    assert "equal on 4 prompts in each of 4 settings" in done.out and "temperature 0.5, seed 0" in done.out
+    assert done.status == 0 and names == [(3, 4, 3), (1, 2, 2), (1, 2, "auto"), (3, 2, 3), (3, 2, 6), (3, 2, "auto")]
+    assert "equal on 4 prompts in each of 6 settings" in done.out and "temperature 0.5, seed 0" in done.out
     assert set(result["sweep"]["best"]) == {"all", "cycles", "jumps"}
     with Engine(target, draft, draft_steps=3, topk=2, nodes=6) as engine:
         outputs = [engine.generate(ids, SamplingParams(max_tokens=12, temperature=0.5)) for _, ids in KINDS]
-    assert result["sweep"]["settings"][-1]["rounds"] == sum(len(out.accepted) for out in outputs)
+    assert result["sweep"]["settings"][-2]["rounds"] == sum(len(out.accepted) for out in outputs)
     assert [(one["batch"], one["groups"], one["equal"]) for one in result["batch"]] == [(1, 4, True), (3, 1, True)]
     assert "requests at once" in done.out and done.out.splitlines()[-1].startswith("{")
     drawn(tmp_path)

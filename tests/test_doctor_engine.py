@@ -82,8 +82,8 @@ def test_23_the_bonus_is_paired_with_another_state(check, monkeypatch):
     """Hazards 23 and 26: after accepted tokens, the state of the root in place of that of the last accepted row."""
     put = HiddenBuffer.put
 
-    def broken(self, batch, states, path):
-        put(self, batch, states, path)
+    def broken(self, batch, states, path, *append):
+        put(self, batch, states, path, *append)
         if path.rows.shape[1] > 1:
             at = (path.count - 1).clamp(min=0)
             self.states[batch.seats, at] = self.states[batch.seats, 0]
