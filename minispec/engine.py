@@ -192,7 +192,7 @@ class Engine:
     def _check_open(self):
         if self.team:
             self.team.check()
-        if self.closed:
+        if self.closed or self.team and self.team.over.is_set():        # a reshaped engine's ranks end with the engine that has them
             raise MinispecError("this engine is closed; make a new one")
 
     def _requests(self, prompts, params):

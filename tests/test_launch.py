@@ -126,7 +126,8 @@ def test_engine_of_two_ranks_says_what_one_says(processes, alone):
         assert other.generate(PROMPTS, SAMPLED) == alone["sampled"]
         second.close()                                          # in the middle of its text
         assert ids + [token for event in first for token in event.ids] == alone["greedy"][0].ids
-        assert engine.plain().generate(PROMPTS[0], GREEDY).ids == alone["greedy"][0].ids
+        plain = engine.plain()
+        assert plain.generate(PROMPTS[0], GREEDY).ids == alone["greedy"][0].ids
         assert engine.reshaped(2, 3, 5).generate(PROMPTS[0], GREEDY).ids == alone["greedy"][0].ids
         torch.testing.assert_close(engine.score(PROMPTS[0]).logits, alone["logits"], rtol=1e-4, atol=1e-4)
         with pytest.raises(MinispecError, match="max_length"):
@@ -134,8 +135,9 @@ def test_engine_of_two_ranks_says_what_one_says(processes, alone):
         assert engine.generate(PROMPTS, SAMPLED) == alone["sampled"]
         engine.scheduler.check()
     assert not processes.alive()
-    with pytest.raises(MinispecError, match="closed"):
-        engine.generate(PROMPTS)
+    for ended in (engine, plain):
+        with pytest.raises(MinispecError, match="closed"):
+            ended.generate(PROMPTS)
 
 
 def test_an_engine_nobody_holds_ends_its_ranks(processes):
