@@ -299,3 +299,10 @@ def test_sizes_that_are_refused(value, says, processes, monkeypatch):
     with pytest.raises(MinispecError, match=says):
         Engine(tensor_parallel=value)
     assert not processes.alive()
+@pytest.mark.parametrize("size", [4, 1024])
+def test_an_impossible_split_starts_nobody(size, processes, monkeypatch):
+    monkeypatch.setattr(launch, "Child", lambda *_: pytest.fail("a rank was started"))
+    with pytest.raises(MinispecError, match=f"cannot be split over {size} ranks; 1, 2 work"):
+        Engine(tensor_parallel=size)
+
+
