@@ -238,11 +238,11 @@ def main():
     # idle one 2.3 times (14.7 against 6.3 ms a token); this many turns bridge the gap between two operations
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     signal.signal(signal.SIGINT, interrupted)
-    if (world := environment()) and world[0]:   # of several ranks the first one speaks
-        sys.stdout = sys.stderr = open(os.devnull, "w")
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")    # a terminal that is not UTF-8
     try:
+        if (world := environment()) and world[0]:       # of several ranks the first one speaks
+            sys.stdout = sys.stderr = open(os.devnull, "w")
         if sys.stdout is None:
             raise MinispecError("standard output is closed; give it a place")
         status = commands(prog_name="minispec", standalone_mode=False)

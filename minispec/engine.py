@@ -24,7 +24,8 @@ from minispec.speculate import Shape
 from minispec.text import Decoder
 from minispec.tokenizer import Tokenizer, stop_ids, token_ids
 from minispec.weights.draft import open_draft
-from minispec.weights.load import DEFAULT
+from minispec.weights.load import DEFAULT, open_target
+from minispec.weights.shard import shard_pair
 
 
 LOCAL = ("self", "progress", "team")        # arguments of Engine that do not travel to other ranks
@@ -88,6 +89,18 @@ class Engine:
         self.dtype, chunk = resolve_dtype(dtype, self.device), chunk or (2048 if self.device.type == "cuda" else 256)
         if exact and self.device.type == "cpu":
             raise MinispecError("exact=True is about the kernels on CUDA; on the CPU give dtype float32 and leave it out")
+        target = Path(DEFAULT / "target" if target is None else target)
+
+        def opened():
+            config = TargetConfig.read(target, latent_norm_eps)
+            return config, None if draft == "none" else open_draft(
+                Path(DEFAULT / "draft" if draft is None else draft), config, capture=capture, capture_convention=capture_convention,
+                d2t=d2t or "offset", latent_norm_eps=latent_norm_eps, overrides=overrides)
+
+        split = {"expert_parallel": expert_parallel, "shard_latent": shard_latent}
+        if size > 1 and not (team or world):        # before a rank is started: of 1024 the machine would never hear that 2 work
+            config, found = opened()
+            shard_pair(open_target(target, config), config, found, Ranks(0, size, **split))
         self._number, self.team = 0, team or start(size, patience, options)
         if self.team:
             progress = self.team.progress(progress)
@@ -96,17 +109,14 @@ class Engine:
         with self.team or nullcontext():
             if self.team:               # nobody comes to connect where a rank was refused above
                 self.team.meet()
-            self.ranks = Ranks.connect(self.team, self.device, expert_parallel=expert_parallel, shard_latent=shard_latent)
-            target = Path(DEFAULT / "target" if target is None else target)
-            config = self.target_config = TargetConfig.read(target, latent_norm_eps)
+            self.ranks = Ranks.connect(self.team, self.device, **split)
+            config, found = opened()
+            self.target_config = config
             self.tokenizer = Tokenizer.load(target, config.vocab_size)
             self.stops = stop_ids(target, config.vocab_size, self.tokenizer)
             if draft == "none":
-                found, shape, self.capture = None, Shape(0, topk), layer_inputs(capture, config.num_hidden_layers)
+                shape, self.capture = Shape(0, topk), layer_inputs(capture, config.num_hidden_layers)
             else:
-                found = open_draft(Path(DEFAULT / "draft" if draft is None else draft), config, capture=capture,
-                                   capture_convention=capture_convention, d2t=d2t or "offset", latent_norm_eps=latent_norm_eps,
-                                   overrides=overrides)
                 self.capture = found.config.capture
                 shape.check(found.config)
             self.draft_config, self.shape, self.max_batch = found and found.config, shape, max_batch
@@ -193,7 +203,7 @@ class Engine:
     def _check_open(self):
         if self.team:
             self.team.check()
-        if self.closed:
+        if self.closed or self.team and self.team.over.is_set():        # a reshaped engine's ranks end with the engine that has them
             raise MinispecError("this engine is closed; make a new one")
 
     def _requests(self, prompts, params):

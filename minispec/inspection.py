@@ -81,7 +81,7 @@ def describe_ranks(plan, config, draft, ranks, memory):
     token = {"target": config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize}
     token |= {"draft": math.prod(kv_shape(draft.config, ranks[0])) * dtype.itemsize} if draft else {}
     device = resolve_device("auto")
-    free = memory or available(device) // (count if device.type == "cpu" else 1)
+    free = memory if memory is not None else available(device) // (count if device.type == "cpu" else 1)
     aside = workspace(config, draft and draft.config, shape, 8, len(draft.config.capture) if draft else 0, dtype)
     room, kv = int((free - aside) * HEADROOM) - max(weights.values()), sum(token.values())
     fits = room // kv - shape.scratch

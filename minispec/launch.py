@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 
 from minispec.errors import MinispecError
-from minispec.watch import Peer, Team, die, run
+from minispec.watch import Peer, Team, die, explain, run
 
 JOIN = 300          # seconds in which every rank must have come up: importing torch from a cold network disk takes minutes
 # until a rank has its connection, rank 0's end is the end of a pipe that it holds
@@ -31,8 +31,15 @@ Engine()"""
 
 def environment():
     """(rank, size, local rank) in a process that torchrun, or another launcher with its variables, started; else None."""
-    found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
-    return tuple(map(int, found[:3])) if all(found) else None
+    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")}
+    if not all(found.values()):
+        return None
+    numbers = [int(text) if text.isdecimal() else -1 for text in list(found.values())[:4]]
+    rank, size, local, port = numbers
+    if min(numbers) < 0 or rank >= size or port >= 2**16:
+        raise MinispecError(f"{' '.join(f'{name}={text}' for name, text in found.items())}: no such rank can be; unset these variables, or "
+                            "start with torchrun, which sets them")
+    return rank, size, local
 
 
 def size_of(tensor_parallel):
@@ -81,7 +88,11 @@ def oom_kills():
 def store_of(rank, size):
     from torch.distributed.rendezvous import rendezvous
 
-    return next(rendezvous("env://", rank, size, timeout=timedelta(seconds=JOIN)))[0]
+    try:
+        return next(rendezvous("env://", rank, size, timeout=timedelta(seconds=JOIN)))[0]
+    except (RuntimeError, ValueError) as error:
+        raise MinispecError(f"the ranks cannot meet at MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}: "
+                            f"{str(error).partition(chr(10))[0]}") from error
 
 
 def start(size, patience, options):
@@ -102,7 +113,7 @@ def start(size, patience, options):
     dual = bool(world) and socket.has_dualstack_ipv6()
     listener = socket.create_server(("" if world else "127.0.0.1", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
     with team, listener:
-        store.set("minispec/rank 0", json.dumps([listener.getsockname()[1], token, patience]))
+        store.set("minispec/rank 0", json.dumps([listener.getsockname()[1], token, patience, os.getpid()]))
         listener.settimeout(0.1)
         if not world:           # torchrun has seen to the threads; here the ranks share the cores
             set_num_threads(min(get_num_threads(), max(1, (os.cpu_count() or 1) // size)))
@@ -142,10 +153,15 @@ def join():
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     rank, size, local = environment()
-    store = store_of(rank, size)
-    port, token, patience = json.loads(store.get("minispec/rank 0"))
+    try:
+        store = store_of(rank, size)
+        port, token, patience, pid = json.loads(store.get("minispec/rank 0"))
+        connection = socket.create_connection((os.environ["MASTER_ADDR"], port), JOIN)
+    except (RuntimeError, ValueError, OSError) as error:        # the command line of this rank is mute
+        die(f"rank {rank}: {explain(error)[1]}")
     team = Team(rank, size, local, store, patience)
-    peer = team.peers[0] = Peer(socket.create_connection((os.environ["MASTER_ADDR"], port), JOIN), patience / 2)
+    peer = team.peers[0] = Peer(connection, patience / 2)
+    peer.pid = pid
     peer.send(token, rank, os.getpid())
     run(team.listen, 0, peer)
     run(team.watch)

@@ -187,9 +187,13 @@ class Team:
             for rank, peer in list(self.peers.items()):
                 peer.send("beat", self.what, self.at, monotonic() - self.moved)
                 if monotonic() - peer.heard > self.patience / 2:
+                    text = f"no sign of life for {self.patience / 2:g} s; it is stopped, or cut off from rank {1 if self.rank else 0}"
                     if self.rank:
+                        if self.rank == 1:      # nobody else is left to say so
+                            os.write(2, f"minispec: error: rank 0: {text}\n".encode())
+                        _kill(0, peer.pid)
                         os._exit(1)
-                    self.blame(LOST, [rank], f"no sign of life for {self.patience / 2:g} s; it is stopped, or cut off from rank 0")
+                    self.blame(LOST, [rank], text)
             if not self.rank:
                 self._judge()
 

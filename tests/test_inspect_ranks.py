@@ -95,6 +95,7 @@ def test_it_is_printed(run):  # noqa: F811
     assert "weights: rank 0 21.7 MB, rank 1 21.7 MB" in render({"ranks": ranks})
     done = run("inspect", "--tensor-parallel", 2, "--memory", "20MB")
     assert done.status == 0 and "fits: no: 21.7 MB of weights a rank" in done.out
+    assert "fits: no" in run("inspect", "--memory", "0").out
 
 
 @pytest.mark.parametrize("arguments, says", [

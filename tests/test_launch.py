@@ -126,7 +126,8 @@ def test_engine_of_two_ranks_says_what_one_says(processes, alone):
         assert other.generate(PROMPTS, SAMPLED) == alone["sampled"]
         second.close()                                          # in the middle of its text
         assert ids + [token for event in first for token in event.ids] == alone["greedy"][0].ids
-        assert engine.plain().generate(PROMPTS[0], GREEDY).ids == alone["greedy"][0].ids
+        plain = engine.plain()
+        assert plain.generate(PROMPTS[0], GREEDY).ids == alone["greedy"][0].ids
         assert engine.reshaped(2, 3, 5).generate(PROMPTS[0], GREEDY).ids == alone["greedy"][0].ids
         torch.testing.assert_close(engine.score(PROMPTS[0]).logits, alone["logits"], rtol=1e-4, atol=1e-4)
         with pytest.raises(MinispecError, match="max_length"):
@@ -134,8 +135,9 @@ def test_engine_of_two_ranks_says_what_one_says(processes, alone):
         assert engine.generate(PROMPTS, SAMPLED) == alone["sampled"]
         engine.scheduler.check()
     assert not processes.alive()
-    with pytest.raises(MinispecError, match="closed"):
-        engine.generate(PROMPTS)
+    for ended in (engine, plain):
+        with pytest.raises(MinispecError, match="closed"):
+            ended.generate(PROMPTS)
 
 
 def test_an_engine_nobody_holds_ends_its_ranks(processes):
@@ -235,6 +237,17 @@ def test_a_failing_rank_ends_torchrun(code, says, processes):
     processes.wait_until(0, 3)
 
 
+@pytest.mark.slow
+def test_a_stopped_rank_0_ends_torchrun(processes):
+    """It cannot speak: the next rank does, and ends it before torchrun has waited its 30 s."""
+    processes.fault("os.kill(os.getpid(), 19)", rank=0)
+    began, child = monotonic(), processes.generate("--patience", 2, start=TORCHRUN, tokens=900)
+    _, err = child.communicate(timeout=40)
+    assert child.returncode and err.count(LINE) == 1 and LINE + "rank 0: no sign of life for 1 s" in err, err
+    assert monotonic() - began < 25
+    processes.wait_until(0, 3)
+
+
 @pytest.mark.parametrize("whole", [pytest.param(True, id="group", marks=pytest.mark.slow), pytest.param(False, id="rank 0 alone")])
 def test_interrupt_leaves_nobody(whole, processes):
     child = processes.generate("--tensor-parallel", 2, tokens=900)
@@ -287,6 +300,23 @@ def test_a_missing_shard_on_one_host_is_named(processes, tmp_path):
                                 env={**env, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}) for rank in range(2)]
     ended(ranks[0], processes, 2, "rank 1: target")
     assert ranks[1].communicate() == ("", "") and ranks[1].returncode == 1
+
+
+@pytest.mark.parametrize("size", [4, 1024])
+def test_an_impossible_split_starts_nobody(size, processes, monkeypatch):
+    monkeypatch.setattr(launch, "Child", lambda *_: pytest.fail("a rank was started"))
+    with pytest.raises(MinispecError, match=f"cannot be split over {size} ranks; 1, 2 work"):
+        Engine(tensor_parallel=size)
+
+
+@pytest.mark.parametrize("name, value, says", [
+    ("RANK", "x", "RANK=x WORLD_SIZE=2"), ("RANK", "2", "no such rank"), ("WORLD_SIZE", "0", "no such rank"), ("LOCAL_RANK", "-1", "no such rank"),
+    ("MASTER_PORT", "99999", "no such rank"), ("MASTER_PORT", None, "the ranks cannot meet at MASTER_ADDR=127.0.0.1 MASTER_PORT=")])
+def test_variables_that_are_refused(name, value, says, processes):
+    """None: a port on which someone else listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        env = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1") | {name: value or str(taken.getsockname()[1])}
+        ended(processes.generate(env=env), processes, 2, says)
 
 
 @pytest.mark.parametrize("value, says", [(0, "from 1 to 1024"), (True, "from 1 to 1024"), ("2", "from 1 to 1024"), (2, "torchrun started 3")])
