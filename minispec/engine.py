@@ -43,15 +43,14 @@ class Engine:
 
     target, draft: checkpoint folders; neither: the default pair; draft="none": plain decoding. device: "auto", "cpu", "cuda", "cuda:N".
     dtype: "auto" (float32 on CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16". draft_steps: levels of the draft tree (0: plain);
-    topk: children tried per node; nodes: draft tokens verified a round (default draft_steps), or "auto": as many as pay on this machine, text
-    and batch, none where the draft does not (adapt.py). max_batch: requests at once;
-    max_length: tokens of a request, prompt included (default: the target's context or what memory holds); chunk: prompt tokens a forward
-    (default 2048 on CUDA, 256 on CPU); capture, capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say
-    (weights/draft.py); latent_norm_eps: 1e-6 or "config". cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's
-    logits have the same bits in any company. tensor_parallel: ranks that share the model (launch.py starts them); expert_parallel: routed
-    experts are dealt whole, not cut; shard_latent: q_a and kv_a are cut too, for one more gather a layer. patience: seconds without
-    progress after which a run of several ranks is ended (watch.Team). progress(done, total, what): called as tensors are read and rounds
-    captured. Bad input raises MinispecError.
+    topk: children tried per node; nodes: draft tokens verified a round (default draft_steps), or "auto": as many as pay on this machine,
+    text and batch, none where the draft does not (adapt.py). max_batch: requests at once; max_length: tokens of a request, prompt included
+    (default: the target's context or what memory holds); chunk: prompt tokens a forward (default 2048 on CUDA, 256 on CPU); capture,
+    capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py); latent_norm_eps: 1e-6 or "config".
+    cuda_graphs: rounds on CUDA are captured and replayed; exact: there, a row's logits have the same bits in any company. tensor_parallel:
+    ranks that share the model (launch.py starts them); expert_parallel: routed experts are dealt whole, not cut; shard_latent: q_a and kv_a
+    are cut too, for one more gather a layer. patience: seconds without progress after which a run of several ranks is ended (watch.Team).
+    progress(done, total, what): called as tensors are read and rounds captured. Bad input raises MinispecError.
     """
 
     def __init__(self, target=None, draft=None, *, device="auto", dtype="auto", draft_steps=6, topk=4, nodes=None, tensor_parallel=None,
@@ -157,8 +156,7 @@ class Engine:
         """Text, token ids, or a list of either -> Output, or a list of Outputs. params: one SamplingParams for all, or one each."""
         requests, single = self._requests(prompts, params)
         deque(self._run(requests), maxlen=0)
-        outputs = [request.output() for request in requests]
-        return outputs[0] if single else outputs
+        return requests[0].output() if single else [request.output() for request in requests]
 
     def stream(self, prompts, params=None):
         """The same, as an iterator of Events while they come: one a request and round, the prefill's first token being the first."""
