@@ -23,6 +23,12 @@ def heard():
 
 
 @pytest.fixture(scope="session")
+def whole():
+    """For faults that cost little: 8 prompts are not enough to tell them from noise."""
+    return listen(DEFAULT_TARGET, PROMPTS)
+
+
+@pytest.fixture(scope="session")
 def few():
     return listen(DEFAULT_TARGET, PROMPTS[:5], 40)
 

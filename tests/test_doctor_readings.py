@@ -17,7 +17,7 @@ from minispec.weights.draft import open_draft
 
 from . import naive, tiny, tiny_draft
 from .conftest import DEFAULT_DRAFT, DEFAULT_TARGET, assert_close
-from .doctor_kit import few, heard, kept, listen, shared  # noqa: F401
+from .doctor_kit import few, kept, listen, shared, whole  # noqa: F401
 from .mutants import mutate
 
 
@@ -75,7 +75,7 @@ SLOW = ("2 map", "7", "15", "16", "17", "41", "43")
 @pytest.mark.parametrize("mutant", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(SLOW)) for name in MUTANTS])
 def test_a_mutant_of_the_default_draft(mutant, request, tmp_path):
     tensors, config, name, cure = MUTANTS[mutant]
-    heard = request.getfixturevalue("heard" if mutant[:2] in ("16", "17", "41") else "few")
+    heard = request.getfixturevalue("whole" if mutant[:2] in ("16", "17", "41") else "few")
     names, diagnosis = names_of(heard, mutate(DEFAULT_DRAFT, tmp_path / "x", tensors, config))
     assert names.keys() == {name} and cure in names[name].cure
     assert names[name].evidence["declared"] < names[name].evidence["better"]
