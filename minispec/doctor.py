@@ -90,6 +90,7 @@ def examine(heard, draft, dialect=None, note=lambda line: None, engine=True):
             return Diagnosis.of(findings, {"not_probed": "a draft that does not open, or was never trained, says nothing under any reading"})
         plan = open_draft(str(folder), config, **reading)
         subject, lines = own_subject(heard, plan)
+        lines = [line.replace(str(folder), draft) for line in lines]            # not the mended copy's place
         outputs = [layer - 1 for layer in plan.config.capture]
         trained, longest = plan.config.max_position_embeddings, int(text.position.max()) + 1
         facts = {"read_as": lines, "captured": f"inputs of layers {list(plan.config.capture)} = outputs of layers {outputs}",

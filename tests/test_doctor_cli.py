@@ -30,6 +30,7 @@ def test_findings_are_status_1_and_read_past_refusals(run, target, draft, prompt
     found = json.loads(ran.out, parse_constant=pytest.fail)             # NaN is no JSON
     assert ran.status == 1 and not found["sound"]
     assert {finding["name"] for finding in found["findings"] if finding["severity"] != "note"} == {"tied-head", "d2t-dtype"}
+    assert any(str(wrong) in line for line in found["facts"]["read_as"]), "the user's folder, not that of the mended copy"
     assert "engine_by_depth" in found["facts"] and all(line.startswith("minispec: ") for line in ran.err.splitlines())
 
 
