@@ -2,8 +2,8 @@
 
 Only speed depends on it: the text is a function of the target's logits and the keyed noise alone, whatever is verified.
 """
-from bisect import bisect
 from dataclasses import dataclass
+from itertools import accumulate
 from math import exp
 from time import perf_counter
 
@@ -16,8 +16,9 @@ NEVER = 1e30        # a price that no gain pays
 ROWS = 64           # of one forward at most, over all requests: rows of a captured round are there whether they are valid or not
 AHEAD = 1.3         # worth of another level over the probability that reaches it: levels below it, and the choice to stop there
 REFRESH = 4         # rounds between two looks at the prices
-LONG, SHORT = 32, 4         # rounds over which gains are averaged while drafting; at a probe
-PROBE = 64          # plain rounds between two probes at most, from 8 on
+LONG, SHORT = 32, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
+PROBE = 128         # plain rounds between two probes at most, from 8 on
+GROWTH = 0.66
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Curve:
             self.level += (min(level, 2 * self.level) - self.level) / 16 if self.level else level
         if nodes != PLAIN:
             self.drafted += 1
-            share = 1 / min(self.drafted, SHORT if self.interval else LONG)
+            share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
             self.gain += (emitted - self.gain) * share
             self.spent += (cost + drafting / self.base - self.spent) * share
         if self.trials:
@@ -81,7 +82,8 @@ class Curve:
             self.drafted = min(self.drafted, SHORT)
         elif nodes == PLAIN:
             self.rest = max(self.rest - 1, 0)
-        elif PLAIN in self.cost and self.gain * min(self.cost[PLAIN], self.cost.get(0, 1e9)) < self.spent:
+        elif self.gain * min(self.cost.get(PLAIN, 1e9), self.cost.get(0, 1e9)) < self.spent * (1 - (not self.interval) / self.drafted):
+            # by less than a young average can tell, it goes on
             self.interval = self.rest = min(max(2 * self.interval, 8), PROBE)
         elif self.interval:
             self.interval, self.drafted = 0, SHORT
@@ -103,21 +105,20 @@ class Curve:
         return self.cost[nodes]
 
     def prices(self):
-        """Tokens that a round of 0 ... requests * nodes verified nodes must bring: its cost, never falling, at the present tokens a cost."""
-        points = []         # [nodes, cost, weight], pooled where they fall
-        for n in sorted(self.cost.keys() - {PLAIN}):
-            points.append([n, self.cost[n], min(self.seen[n], 32)])
-            while len(points) > 1 and points[-2][1] >= points[-1][1]:
-                (a, low, v), (b, high, w) = points[-2:]
-                points[-2:] = [[(a * v + b * w) / (v + w), (low * v + high * w) / (v + w), v + w]]
-        if len(points) < 2:
-            points = [[0, 1, 1], [self.requests * self.nodes, 1.0 + len(points), 1]]
-        rate, at, table = self.requests * self.gain / self.spent, [point[0] for point in points], []
-        for n in range(self.requests * self.nodes + 1):
-            i = min(max(bisect(at, n), 1), len(at) - 1)
-            (a, low, _), (b, high, _) = points[i - 1:i + 1]
-            table.append(rate * max(low + (high - low) * (n - a) / (b - a), 0))
-        return table, rate * self.level
+        """Tokens that a round of 0 ... requests * nodes verified nodes must bring, its cost times the present tokens a cost, and a level's.
+
+        Costs are a + b * n ** 0.66, as the distinct experts of n rows grow where they have been counted, by least squares over the rounds
+        seen; from there a count's own average counts the more the more often it was seen. They never fall.
+        """
+        found = [(n, n**GROWTH, self.cost[n], min(self.seen[n], 32)) for n in sorted(self.cost.keys() - {PLAIN})]
+        weight = sum(w for *_, w in found) or 1
+        middle, mean = sum(w * x for _, x, _, w in found) / weight, sum(w * y for *_, y, w in found) / weight
+        spread = sum(w * (x - middle) ** 2 for _, x, _, w in found)
+        slope = max(sum(w * (x - middle) * y for _, x, y, w in found) / spread, 0) if spread else 0.1
+        rate, table = self.requests * self.gain / self.spent, [mean + slope * (n**GROWTH - middle) for n in range(self.requests * self.nodes + 1)]
+        for n, _, y, w in found:
+            table[n] += (y - table[n]) * w / (w + 16)
+        return [rate * cost for cost in accumulate(table, max)], rate * self.level
 
 
 class Adaptive:
