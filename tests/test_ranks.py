@@ -161,6 +161,21 @@ def test_ranks_that_differ_are_named(job, says, ranks):
     assert all(says in line and "rank 1" in line for line in ranks(2)[job]), ranks(2)[job]
 
 
+def test_two_all_reduces_a_layer(pairs):
+    """After attention and after the MLP, whatever that is; the embedding's own sum is left out where one rank has it all."""
+    class Counted(Ranks):
+        sums = 0
+
+        def sum(self, x):
+            Counted.sums += 1
+            return x
+    for pair in ("fp32", "v2"):
+        with Engine(pairs[pair][0], "none") as engine:
+            engine.target.ranks, Counted.sums = Counted(), 0
+            engine.score([3, 1, 4])
+            assert Counted.sums == 2 * engine.target_config.num_hidden_layers
+
+
 def test_one_decision(ranks, alone):
     first, second = ranks(2)["astray"]
     assert first == second == alone("fp32", CHAIN)[0]["free"][0].ids
