@@ -1,7 +1,9 @@
 """Seeds, one thread, memory that is NaN until written, and the checkpoints that several test files share."""
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +41,8 @@ def poison(function):
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)        # the command line, run in this process, leaves its own
     torch.manual_seed(0)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
