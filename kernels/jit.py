@@ -1,11 +1,12 @@
-"""Triton where it exists. On other systems every kernel is its reference in PyTorch."""
+"""Triton where it has something to run on: its import takes 0.4 s and 75 MB. Elsewhere every kernel is its reference in PyTorch."""
+import os
 import sys
 from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
 
-if sys.platform == "linux":
+if sys.platform == "linux" and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     import triton
     import triton.language as tl
 

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 
 @lru_cache
@@ -31,6 +30,8 @@ def prefill_attention(q, k, v, scale):
         out = found[0](q, k, v, softmax_scale=scale, causal=True)
         out = out[0] if isinstance(out, tuple) else out
     else:
+        from torch.nn.attention.bias import causal_lower_right      # here: it imports torch._dynamo, most of a second
+
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]), scale=scale).transpose(1, 2)
     return out[..., :width]

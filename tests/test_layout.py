@@ -1,6 +1,9 @@
 """What keeps the repository readable: imports run downward, files stay short, nothing global changes."""
 import ast
 import io
+import os
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
@@ -57,6 +60,14 @@ def test_no_torch_in_policy():
         found = imports(MODULES[name], nested=False)
         assert not any(module.split(".")[0] == "torch" for module in found), name
         todo |= (found & MODULES.keys()) - seen
+
+
+def test_a_cold_start_imports_no_compiler():
+    """torch._dynamo takes most of a second, triton half of one and 75 MB: neither has work on a CPU."""
+    code = "import sys, torch, minispec.engine; print('torch._dynamo' in sys.modules, 'triton' in sys.modules and not torch.cuda.is_available())"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["False", "False"], done.stderr
 
 
 def test_the_two_folders_are_no_packages():
