@@ -44,13 +44,18 @@ def prune_ref(laid, length, trust, price):
 def calibrated(laid, trust):
     """fp32 [B, R]: the logarithm of each row's gain, -inf for the root and where not valid."""
     edge = laid.scores - laid.scores.gather(1, laid.parents)
-    edge = edge + ((trust[1] + PRIOR) / (trust[0] + PRIOR)).log().flatten()[cells(edge, laid.depth)]
+    edge = edge + factors(trust).flatten()[cells(edge, laid.depth)]
     edge = edge.clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     edge[:, 0] = 0
     bits = laid.words[..., None] >> torch.arange(edge.shape[1], device=edge.device) & 1
     gain = torch.where(bits.bool(), edge[:, None], 0).sum(-1).masked_fill_(~laid.valid, -torch.inf)
     gain[:, 0] = -torch.inf
     return gain
+
+
+def factors(trust):
+    """fp32 [steps, BINS]: what a cell of `trust` adds to the logarithm of p."""
+    return ((trust[1] + PRIOR) / (trust[0] + PRIOR)).log()
 
 
 def cells(edge, depth):

@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 
-from minispec.kernels.prune import BINS, PRIOR
+from minispec.kernels.prune import BINS, factors
 
 PLAIN = -1          # where others say how many nodes a round verified
 NEVER = 1e30        # a price that no gain pays
@@ -18,14 +18,14 @@ AHEAD = 1.3         # worth of another level over the probability that reaches i
 REFRESH = 4         # rounds between two looks at the prices
 LONG, SHORT = 32, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
 PROBE = 128         # plain rounds between two probes at most, from 8 on
-GROWTH = 0.66
+GROWTH = 0.66       # distinct experts of n rows, where they have been counted, are about n ** 0.66 times one row's
 
 
 @dataclass
 class Budget:
     """What Tree.best and Draft.grow ask. nodes: of a request at most; trust: of kernels/prune.py, one for all batch sizes; price fp32
     [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device. On the CPU also, in tokens, level: what a level of the
-    draft costs, row: a further row; factors: log(accepted / expected) of `trust`."""
+    draft costs, row: a further row; factors: kernels.prune.factors of `trust`."""
     nodes: int
     trust: torch.Tensor
     price: torch.Tensor
@@ -176,5 +176,5 @@ class Adaptive:
             if self.device.type == "cpu":
                 last = min(self.shape.steps, len(price) - 1)
                 budget.row = min((price[last] - price[1]) / max(last - 1, 1), 1.0)
-                budget.factors = ((self.trust[1] + PRIOR) / (self.trust[0] + PRIOR)).log().tolist()
+                budget.factors = factors(self.trust).tolist()
         return budget

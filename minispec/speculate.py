@@ -56,8 +56,8 @@ class Shape:
 
     @property
     def scratch(self):
-        """Cache entries past the committed length that a round addresses at most, in either cache (it writes none of the last level's)."""
-        return max(self.nodes + 1, self.steps * self.topk)
+        """Cache entries past the committed length that a round writes at most, in either cache."""
+        return max(self.nodes + 1, (self.steps - 1) * self.topk)
 
 
 class Speculator:
