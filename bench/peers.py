@@ -135,7 +135,7 @@ def against_transformers(prompts, args, note):
     dtype, params = torch.bfloat16 if args.device == "cuda" else torch.float32, SamplingParams(max_tokens=args.max_tokens)
     model = transformers_model(DEFAULT / "target", args.device, dtype)
     peer = {"differences": [], "transformers_ms_per_token": [], "plain_ms_per_token": [], "ratio": []}
-    with Engine(draft="none", device=args.device) as plain:
+    with Engine(draft="none", device=args.device, max_batch=1) as plain:
         experts = fastest_experts(model, plain.generate(prompts[0], params).prompt_ids, args.max_tokens, note)
         for index, prompt in enumerate(prompts):
             out = plain.generate(prompt, params)
@@ -180,13 +180,13 @@ def main():
     runs = []
     for steps in args.draft_steps:
         say(f"-- draft_steps {steps}")
-        with Engine(draft_steps=steps, device=args.device) as engine:
+        with Engine(draft_steps=steps, device=args.device, max_batch=1) as engine:
             runs.append(measure(engine, prompts, args.max_tokens, args.repeats, note, say))
             if gpu:
                 gpu[f"draft_steps {steps}"] = idle(engine, prompts[0])
     if gpu:
         say("-- exact")
-        with Engine(draft_steps=6, device=args.device, exact=True) as engine:
+        with Engine(draft_steps=6, device=args.device, max_batch=1, exact=True) as engine:
             gpu["exact"] = measure(engine, prompts, args.max_tokens, args.repeats, note, say)
     best = max((run for run in runs if run["equal"]), key=lambda run: run["speedup"]["median"])
     say(f"best: draft_steps {best['draft_steps']}, {best['speedup']['median']:.2f} times plain")

@@ -131,7 +131,9 @@ def ffn_front(x, norm, eps, router, bias, gate_up, exact=False, live=None, **rou
     tiles, blocks, groups = 0 if inner is None else -(-inner.shape[1] // (c.BN // 2)), -(-rows // ROWS), routing["groups"]
     padded = power_of_two(groups), power_of_two(experts // groups)
     _ffn_front[tiles * blocks + rows,](
-        x, norm, gate_up, router, bias, live, h, inner, ids, weights, rows, x.stride(0), eps, routing["scaling"], N=inner.shape[1] if tiles else 0,
+        # without a shared expert its programs are not launched, but are compiled
+        x, norm, gate_up if tiles else x, router, bias, live, h, inner if tiles else h, ids, weights, rows, x.stride(0), eps, routing["scaling"],
+        N=inner.shape[1] if tiles else 0,
         BLOCKS=blocks, TILES=tiles, BN=c.BN, HP=power_of_two(hidden), BH=max(16, min(power_of_two(hidden), 2**13 // (padded[0] * padded[1]))),
         E=experts, SIGMOID=routing["scoring"] == "sigmoid", BIAS=bias is not None, TOPK=topk, KP=power_of_two(topk), GROUPS=groups,
         GP=padded[0], SP=padded[1], TAKEN_GROUPS=routing["topk_groups"], GROUP_TOP=routing["group_top"], NORMALISE=routing["normalise"],
