@@ -158,6 +158,7 @@ def experts(name, kind, rows, inter, hidden, experts, topk, target=None, uniform
             shapes = small if hidden < 1024 else large
             yield [c._replace(up=one) for one in shapes]
             yield [c._replace(down=one, parts=n) for one in shapes for n in ((8, 4) if inter > 1024 else (1,))]
+            yield [c._replace(listed=pairs, early=early) for pairs in (0, 32, 64) for early in (0, 8, 16)]
         return SimpleNamespace(sets=sets, call=moe.moe, error=lambda out: rms(out, expected), variants=variants,
                                default=moe.configure("plain" if kind == "bf16" else kind, hidden, inter, rows))
     return Case(name, distinct * each + rows * (6 * hidden + 4 * topk * inter), build, target, rows * topk * 6 * hidden * inter)
