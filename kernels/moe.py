@@ -83,7 +83,7 @@ def configure(kind, hidden, inter, rows):
     if kind == "int4" and hidden % 512 == 0:
         up = (16, 128, 2, 6, None, 2) if rows == 1 else (32, 128, 2, 6, None, 2) if rows <= 4 else (64, 128, 2, 3, None, 2)
         down = (16 if rows <= FEW else 32, 128, 2, 6, None if rows <= FEW else 128, 2)
-        return Config(up, down, 1, listed, 8 if rows == 1 else 0)       # of one row's experts all of w13 and w2 fit into L2
+        return Config(up, down, 1, listed, 8 if rows * inter < 512 else 0)      # where all of w13 and w2 that is read fits into L2
     return Config((32, 64, 4, 4, None, 4), (32, 64, 4, 4, None, 4), 4 if inter % 1024 == 0 else 1, listed)
 
 
