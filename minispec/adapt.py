@@ -18,21 +18,25 @@ AHEAD = 1.3         # worth of another level over the probability that reaches i
 REFRESH = 4         # rounds between two looks at the prices
 LONG, SHORT = 32, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
 PROBE = 128         # plain rounds between two probes at most, from 8 on
+DEEPER = 16         # whole rounds between two that draft further than seems to pay
+LEVELS = 1, 2, 4, 6, 8      # that rounds are captured with, besides the most
 GROWTH = 0.66       # distinct experts of n rows, where they have been counted, are about n ** 0.66 times one row's
 
 
 @dataclass
 class Budget:
-    """What Tree.best and Draft.grow ask. nodes: of a request at most; trust: of kernels/prune.py, one for all batch sizes; price fp32
-    [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device. On the CPU also, in tokens, level: what a level of the
-    draft costs, row: a further row; factors: kernels.prune.factors of `trust`."""
+    """What Tree.best and Draft.grow ask. nodes: of a request at most; steps: levels at most; trust: of kernels/prune.py, one for all batch
+    sizes; price fp32 [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device. On the CPU also, in tokens, level: what
+    a level of the draft costs, row: a further row; factors: kernels.prune.factors of `trust`."""
     nodes: int
+    steps: int
     trust: torch.Tensor
     price: torch.Tensor
     level: float = 0.0
     row: float = 0.0
     factors: list | None = None
     took: float = 0.0           # seconds of the newest level but the first
+    grown: int = 0              # levels of the newest tree
 
     def enough(self, frontier, depth):
         """Whether the nodes of the last level that it would expand, a Frontier, promise less than another level costs. On the CPU only:
@@ -53,40 +57,91 @@ class Budget:
 
 class Curve:
     """Costs and gains of one batch size. Costs are relative to `base`, seconds, which follows the machine's changes in speed: a slow
-    minute makes no row count look dear. gain: tokens a request and drafted round; spent: the cost of such a round."""
+    minute makes no row count look dear. cost: of verifying n nodes; first, level: of drafting one level, and another; hits: the share of
+    rounds with all levels before accepted in which this one was too; gain, spent: tokens a request and cost of a drafted round.
 
-    def __init__(self, requests, nodes, steps):
-        self.requests, self.nodes, self.cost, self.seen, self.use, self.base, self.level = requests, nodes, {}, {}, {}, None, 0.0
-        self.trials = [n if n == PLAIN else min(n, nodes) * requests for n in (steps, PLAIN, 1, 3, 10)] * 2
-        self.gain, self.spent, self.drafted, self.rest, self.interval, self.age = 1.0, 1.0, 0, 0, 0, 0
+    depths: numbers of levels that can be asked for, 1 and the most among them. whole: a tree has all levels that it was asked for, and the
+    host cannot look inside; else the draft is asked for the most, ends where it does not promise enough, and says what it took.
+    """
+
+    def __init__(self, requests, nodes, depths, whole):
+        self.requests, self.nodes, self.depths, self.whole, self.steps = requests, nodes, depths, whole, depths[-1]
+        self.cost, self.seen, self.use, self.base = {}, {}, {}, None
+        self.first, self.level, self.flat = 0.0, 0.0, 1e9          # flat: a round of one level, all in all
+        tried = [(self.steps, n) for n in (self.steps, 1, 3, 10)] + [(0, 0)] + [(1, 1)] * whole
+        self.trials = [(depth, min(n, nodes) * requests) for depth, n in tried] * 2
+        self.hits, self.tries, self.wide = [0.6] * self.steps, [SHORT] * self.steps, 1.0
+        self.gain, self.spent, self.drafted, self.rest, self.interval, self.age, self.depth = 1.0, 1.0, 0, 0, 0, 0, self.steps
 
     def __call__(self):
-        """The next round: PLAIN, the number of nodes to try, or None for what the prices say."""
-        return self.trials[0] if self.trials else PLAIN if self.rest else None
+        """The next round: (levels to draft, 0 for a plain round; nodes to try, or None for as many as the prices say)."""
+        if self.trials:
+            return self.trials[0]
+        if self.rest:
+            return 0, 0
+        if self.interval:
+            return 1, None              # a probe: cheap, and it shows whether the text has changed
+        if self.whole and self.drafted % DEEPER == 0:
+            return next((depth for depth in self.depths if depth > self.depth), self.depth), None
+        return self.depth, None
 
-    def saw(self, nodes, emitted, seconds, drafting=0.0, level=0.0):
-        """A round: nodes verified or PLAIN, tokens emitted a request, seconds; on the CPU how many of them for the draft, and for one more
-        level of it, where it had more than one."""
+    def saw(self, depth, nodes, counts, seconds, drafting=0.0, level=0.0):
+        """A round: levels drafted, nodes verified, tokens emitted by each request that had room for more than depth, seconds; where it is
+        not whole, how many of them went to the draft, and to one more level of it, if it had more than one."""
         self.age += 1
-        cost = self._average(nodes, seconds - drafting)
-        if level:
-            level /= self.base
-            self.level += (min(level, 2 * self.level) - self.level) / 16 if self.level else level
-        if nodes != PLAIN:
-            self.drafted += 1
-            share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
-            self.gain += (emitted - self.gain) * share
-            self.spent += (cost + drafting / self.base - self.spent) * share
+        self.base = self.base or seconds
+        if self.whole:
+            drafting = self.level * depth * self.base
+        elif level:
+            for name, found in (("level", level / self.base), ("first", (drafting - level * (depth - 1)) / self.base)):
+                known = getattr(self, name)
+                setattr(self, name, known + (min(found, 2 * known) - known) / 16 if known else found)
         if self.trials:
             del self.trials[0]
-            self.drafted = min(self.drafted, SHORT)
-        elif nodes == PLAIN:
+            if self.whole and depth == 1 < self.steps:
+                self.flat = min(self.flat, seconds / self.base)
+            else:
+                self._average(nodes if depth else PLAIN, seconds - drafting)
+            if not self.trials and self.whole and self.steps > 1:
+                drafted = self.cost.keys() - {PLAIN}
+                self.first = self.level = max(self.cost[min(drafted)] - self.flat, 0) / (self.steps - 1)
+                self.cost |= {n: max(self.cost[n] - self.steps * self.level, 0.1) for n in drafted}
+            return
+        cost = self._average(nodes if depth else PLAIN, seconds - drafting)
+        if not depth:
             self.rest = max(self.rest - 1, 0)
-        elif self.gain * min(self.cost.get(PLAIN, 1e9), self.cost.get(0, 1e9)) < self.spent * (1 - (not self.interval) / self.drafted):
-            # by less than a young average can tell, it goes on
+            return
+        self.drafted += 1
+        share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
+        self.wide += (nodes / (depth * self.requests) - self.wide) * share
+        self.spent += (cost + drafting / self.base - self.spent) * share
+        if counts:
+            self.gain += (sum(counts) / len(counts) - self.gain) * share
+        for count in counts:
+            for k in range(min(count, depth, nodes)):
+                self.tries[k] = min(self.tries[k] + 1, LONG)
+                self.hits[k] += ((count > k + 1) - self.hits[k]) * max(1 / self.tries[k], self.interval and 0.5)
+        self._decide()
+
+    def _decide(self):
+        """Go on with the depth that promises most, or rest."""
+        worth, self.depth = self.best()
+        worth = worth if self.whole or self.interval else self.gain / self.spent
+        # what is worse by less than a young average can tell goes on
+        if 1 / self.cost.get(PLAIN, 1e9) > worth * (1 + (not self.interval) / self.drafted):
             self.interval = self.rest = min(max(2 * self.interval, 8), PROBE)
         elif self.interval:
             self.interval, self.drafted = 0, SHORT
+
+    def best(self):
+        """(tokens a cost, levels) of the number of levels that promises most."""
+        found, reached, gain, verify = [], 1.0, 1.0, self.costs()
+        for depth, hit in enumerate(self.hits, 1):
+            reached *= hit
+            gain += reached
+            nodes = min(round(self.wide * depth), self.nodes) * self.requests
+            found.append((gain / (verify[nodes] + self.first + self.level * (depth - 1)), depth))
+        return max(one for one in found if one[1] in self.depths or not self.whole)
 
     def _average(self, nodes, seconds):
         """The better of the first two rounds of a kind, then a running geometric mean that no outlier drags far. The kind that is usual now
@@ -104,21 +159,23 @@ class Curve:
             self.cost[nodes] *= change ** (1 / min(count, 32))
         return self.cost[nodes]
 
-    def prices(self):
-        """Tokens that a round of 0 ... requests * nodes verified nodes must bring, its cost times the present tokens a cost, and a level's.
-
-        Costs are a + b * n ** 0.66, as the distinct experts of n rows grow where they have been counted, by least squares over the rounds
-        seen; from there a count's own average counts the more the more often it was seen. They never fall.
-        """
+    def costs(self):
+        """Of verifying 0 ... requests * nodes nodes: a + b * n ** 0.66, as the distinct experts of n rows grow where they have been counted, by
+        least squares over the rounds seen; from there a count's own average counts the more the more often it was seen. They never fall."""
         found = [(n, n**GROWTH, self.cost[n], min(self.seen[n], 32)) for n in sorted(self.cost.keys() - {PLAIN})]
         weight = sum(w for *_, w in found) or 1
         middle, mean = sum(w * x for _, x, _, w in found) / weight, sum(w * y for *_, y, w in found) / weight
         spread = sum(w * (x - middle) ** 2 for _, x, _, w in found)
         slope = max(sum(w * (x - middle) * y for _, x, y, w in found) / spread, 0) if spread else 0.1
-        rate, table = self.requests * self.gain / self.spent, [mean + slope * (n**GROWTH - middle) for n in range(self.requests * self.nodes + 1)]
+        table = [mean + slope * (n**GROWTH - middle) for n in range(self.requests * self.nodes + 1)]
         for n, _, y, w in found:
             table[n] += (y - table[n]) * w / (w + 16)
-        return [rate * cost for cost in accumulate(table, max)], rate * self.level
+        return list(accumulate(table, max))
+
+    def prices(self):
+        """Tokens that a round of 0 ... requests * nodes verified nodes must bring, its cost times the present tokens a cost, and a level's."""
+        rate = self.requests * self.gain / self.spent
+        return [rate * cost for cost in self.costs()], rate * self.level
 
 
 class Adaptive:
@@ -126,38 +183,37 @@ class Adaptive:
 
     def __init__(self, shape, device):
         self.shape, self.device = shape, device
+        self.depths = tuple(sorted({shape.steps, *(n for n in LEVELS if n < shape.steps)}))
         self.trust = torch.zeros(2, shape.steps, BINS, device=device)
-        self.curves, self.budgets, self.newest = {}, {}, None
+        self.curves, self.budgets, self.newest, self.forced = {}, {}, None, True
 
     def budget(self, size):
         """size: places of a batch."""
         if size not in self.budgets:
             nodes = max(1, min(self.shape.nodes, ROWS // size - 1))
-            self.budgets[size] = Budget(nodes, self.trust, torch.zeros(size * nodes + 1, device=self.device))
+            self.budgets[size] = Budget(nodes, self.shape.steps, self.trust, torch.zeros(size * nodes + 1, device=self.device))
         return self.budgets[size]
 
     def plan(self, captured, size, requests):
-        """What rank 0 says of the next round, in terms of JSON: [PLAIN or None, and where they change price and level].
+        """What rank 0 says of the next round, in terms of JSON: [levels, 0 for a plain round, and where they change price and level].
 
         captured: whether it is a CUDA graph; requests: who is in it, oldest first: a new one is worth a probe.
         """
         if (captured, size) not in self.curves:
-            self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.shape.steps)
+            self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.depths, captured or self.device.type != "cpu")
         curve, newest = self.curves[captured, size], id(requests[-1])
         if curve.rest and newest != self.newest:
             curve.rest = 0
-        self.newest, what = newest, curve()
-        if what == PLAIN:
-            return [PLAIN]
-        if what is None and not curve.interval and curve.age % REFRESH:
-            return [None]
-        price, level = curve.prices()
-        if what is not None:
-            price = [0.0] * (what + 1) + [NEVER] * (len(price) - what - 1)
-            level = 0.0
-        elif curve.interval:
-            price[0] = NEVER        # a probe that verifies nothing learns nothing
-        return [None, price, level]
+        self.newest, (depth, nodes) = newest, curve()
+        if not depth:
+            return [0]
+        forced, self.forced = self.forced, nodes is not None or curve.interval > 0
+        if not (forced or self.forced) and curve.age % REFRESH:
+            return [depth]
+        price, level = curve.prices() if nodes is None else ([0.0] * (nodes + 1) + [NEVER] * (size * curve.nodes - nodes), 0.0)
+        if nodes is None and curve.interval:
+            price[0] = NEVER            # a probe that verifies nothing learns nothing
+        return [depth, price, level]
 
     def saw(self, captured, size, *round):
         """Of a round that was planned: Curve.saw."""
@@ -167,9 +223,10 @@ class Adaptive:
     @torch.inference_mode()
     def follow(self, size, plan):
         """The Budget of the round that rank 0 planned, or None for a plain one."""
-        if plan[0] == PLAIN:
+        if not plan[0]:
             return None
         budget = self.budget(size)
+        budget.steps = plan[0]
         if plan[1:]:
             price, budget.level = plan[1:]
             budget.price.copy_(torch.tensor(price))

@@ -95,7 +95,7 @@ class Draft:
     def grow(self, batch, cache, hidden, shape, budget=None):
         """The tree of one round: extend with what the target made true, then up to shape.steps (1 or more) levels of guesses: a Pool.
 
-        hidden: the HiddenBuffer; budget: adapt.Budget, which may end the tree earlier. Only the last true row needs an output: one layer's
+        hidden: the HiddenBuffer; budget: adapt.Budget, which may ask for fewer levels or end the tree earlier. Only the last true row needs an output: one layer's
         KV depends on no attention. Guessed rows write KV at
         cache indices length, length + 1, ...: the next extension overwrites them, so nothing recycled survives a round. Their ancestry lives
         in the words: bit t of a word = cache entry length + t.
@@ -103,14 +103,17 @@ class Draft:
         length, longest, page = batch.length[:, None], batch.longest, batch.page_size
         q, residual, words, take = self.read(batch, cache, hidden)
         q = q.flatten(0, 1)[take]
-        pool, frontier = Pool.empty(len(take), shape.steps, shape.topk, take.device), None
+        steps = budget.steps if budget else shape.steps
+        pool, frontier = Pool.empty(len(take), steps, shape.topk, take.device), None
         above, view = length, self.view(batch, length, words[:, :1], longest)
-        for depth in range(1, shape.steps + 1):
+        for depth in range(1, steps + 1):
             normed, recycled = self.attend(q, residual, view, cache, take)
             tokens, logp = self.children(normed, batch, above, shape)
             frontier = level(tokens, logp, frontier, pool, depth, batch.length, batch.table, page)
             now = pool.filled(depth, shape.topk)
-            if depth == shape.steps or (budget.enough(frontier, depth) if budget else now.settled(frontier.scores, shape.nodes)):
+            if depth == steps or (budget.enough(frontier, depth) if budget else now.settled(frontier.scores, shape.nodes)):
+                if budget:
+                    budget.grown = depth
                 return now
             above, take = frontier.above, frontier.take
             view = self.view(batch, length.expand_as(take), frontier.words, longest + depth * shape.topk)

@@ -1,4 +1,5 @@
 """A round as one CUDA graph: captured once per batch size, replayed with no word from the host until what was accepted is read."""
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,13 +28,13 @@ class Round:
     """One captured round for up to `size` requests.
 
     table int64 [size, pages] and state int64 [5, size] (length, pending, room, seat, alive) are read and, but for the table and the seats,
-    advanced by every replay. drafts: not in a plain round of an adaptive shape, which leaves states for the draft to read later. A place
+    advanced by every replay. steps: levels drafted; none in a plain round of an adaptive shape, which leaves states for the draft to read later. A place
     without a request is not alive: it computes on the dump page and in the hidden buffer's last seat, its
     room of 1 lets no node count, and its length stays. out int64 [size, R + 2] is what the host reads: count, emitted tokens, rows verified.
     """
 
     @torch.inference_mode()
-    def __init__(self, runner, size, sampled, drafts, pool):
+    def __init__(self, runner, size, sampled, steps, pool):
         device, scratch = runner.device, runner.shape.scratch
         self.members = []       # (request, the length at which this round left it): what table and state are about
         self.table = torch.zeros(size, runner.pages.needed(runner.max_length + scratch), dtype=torch.int64, device=device)
@@ -42,7 +43,7 @@ class Round:
         params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
         self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, runner.target_config.vocab_size, device)
         batch = Batch(self.table, runner.pages.page_size, *self.state[:4], runner.max_length, runner.shape.nodes + 1, self.sampling, runner.exact)
-        budget = runner.adaptive.budget(size) if drafts and runner.adaptive else None
+        budget = replace(runner.adaptive.budget(size), steps=steps) if steps and runner.adaptive else None
         self.replay, self.out = record(partial(self._round, runner.speculator, batch, budget), device, pool)
 
     def _round(self, speculator, batch, budget):
@@ -83,9 +84,10 @@ class Graphs:
     def warm(self, progress):
         """Capture every greedy size now, so that no request pays for it. progress(done, total, what)."""
         sizes = {self.size(count) for count in range(1, self.runner.max_batch + 1)}
-        rounds = sorted((size, drafts) for size in sizes for drafts in {True, not self.runner.adaptive})
-        for done, (size, drafts) in enumerate(rounds, 1):
-            self.round(size, False, drafts)
+        depths = (0, *self.runner.adaptive.depths) if self.runner.adaptive else (self.runner.shape.steps,)
+        rounds = [(size, steps) for size in sorted(sizes) for steps in depths]
+        for done, (size, steps) in enumerate(rounds, 1):
+            self.round(size, False, steps)
             if progress:
                 progress(done, len(rounds), "rounds captured")
 
@@ -93,11 +95,11 @@ class Graphs:
         return min(1 << (count - 1).bit_length(), self.runner.max_batch)
 
     def round(self, *kind):
-        """kind: size, sampled, drafts."""
+        """kind: size, sampled, steps."""
         if kind not in self.rounds:
             self.rounds[kind] = Round(self.runner, *kind, self.pool)
         return self.rounds[kind]
 
-    def __call__(self, requests, drafts=True):
+    def __call__(self, requests, steps):
         sampled = any(request.params.temperature > 0 for request in requests)
-        return self.round(self.size(len(requests)), sampled, drafts)(requests, self.runner.assemble)
+        return self.round(self.size(len(requests)), sampled, steps)(requests, self.runner.assemble)

@@ -5,7 +5,7 @@ from zlib import crc32
 
 import torch
 
-from minispec.adapt import PLAIN, Adaptive
+from minispec.adapt import Adaptive
 from minispec.batch import Assembler
 from minispec.cache import Cache
 from minispec.device import available, plan, size, weight_bytes, workspace
@@ -107,7 +107,7 @@ class Runner:
     def round(self, requests, plan=None):
         """One round: [count, tokens ...] of each request, and its log-probabilities or None. plan: rank 0's, by default this rank's own."""
         plan = self.plan(requests) if plan is None else plan
-        (captured, size), began = self._kind(requests), perf_counter()
+        (captured, size), began, known = self._kind(requests), perf_counter(), self.graphs and len(self.graphs.rounds)
         budget = self.adaptive and self.adaptive.follow(size, plan)
         drafts = budget is not None or not self.adaptive
         if self.adaptive and max(r.length - r.draft_length for r in requests) >= (self.shape.nodes + 2 if captured and drafts else self.shape.unread):
@@ -115,15 +115,16 @@ class Runner:
             for request in requests:
                 request.draft_length = request.length - 1
         if captured:
-            out = self.graphs(requests, drafts)
+            out = self.graphs(requests, plan[0] if self.adaptive else self.shape.steps)
             found, rows = (out, [None] * len(requests)), sum(one[-1] for one in out)
         else:
             path = self.speculator.round(self.assemble(requests), budget)
             found, rows = path.read(), int(path.valid.sum()) if budget else 0
-        if self.adaptive:
-            emitted = sum(count for count, *_ in found[0]) / len(requests)
-            apart = (self.speculator.drafting, budget.took) if drafts and self.device.type == "cpu" and not captured else ()
-            self.adaptive.saw(captured, size, rows - len(requests) if drafts else PLAIN, emitted, perf_counter() - began, *apart)
+        if self.adaptive and known == (self.graphs and len(self.graphs.rounds)):       # a capture is not what a round takes
+            inside = drafts and self.device.type == "cpu"
+            depth, apart = (budget.grown, (self.speculator.drafting, budget.took)) if inside and not captured else (plan[0], ())
+            emitted = [count for (count, *_), request in zip(found[0], requests) if request.room > depth]
+            self.adaptive.saw(captured, size, depth, rows - len(requests), emitted, perf_counter() - began, *apart)
         for request in requests if drafts else ():
             request.draft_length = request.length
         self._check(requests, found)
