@@ -95,10 +95,9 @@ class Draft:
     def grow(self, batch, cache, hidden, shape, budget=None):
         """The tree of one round: extend with what the target made true, then up to shape.steps (1 or more) levels of guesses: a Pool.
 
-        hidden: the HiddenBuffer; budget: adapt.Budget, which may ask for fewer levels or end the tree earlier. Only the last true row needs an output: one layer's
-        KV depends on no attention. Guessed rows write KV at
-        cache indices length, length + 1, ...: the next extension overwrites them, so nothing recycled survives a round. Their ancestry lives
-        in the words: bit t of a word = cache entry length + t.
+        hidden: the HiddenBuffer; budget: adapt.Budget, which may ask for fewer levels or end the tree earlier. Only the last true row needs
+        an output: one layer's KV depends on no attention. Guessed rows write KV at cache indices length, length + 1, ...: the next extension
+        overwrites them, so nothing recycled survives a round. Their ancestry lives in the words: bit t of a word = cache entry length + t.
         """
         length, longest, page = batch.length[:, None], batch.longest, batch.page_size
         q, residual, words, take = self.read(batch, cache, hidden)

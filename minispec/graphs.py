@@ -28,9 +28,9 @@ class Round:
     """One captured round for up to `size` requests.
 
     table int64 [size, pages] and state int64 [5, size] (length, pending, room, seat, alive) are read and, but for the table and the seats,
-    advanced by every replay. steps: levels drafted; none in a plain round of an adaptive shape, which leaves states for the draft to read later. A place
-    without a request is not alive: it computes on the dump page and in the hidden buffer's last seat, its
-    room of 1 lets no node count, and its length stays. out int64 [size, R + 2] is what the host reads: count, emitted tokens, rows verified.
+    advanced by every replay. steps: levels drafted; none in a plain round of an adaptive shape, which leaves states for the draft to read
+    later. A place without a request is not alive: it computes on the dump page and in the hidden buffer's last seat, its room of 1 lets no
+    node count, and its length stays. out int64 [size, R + 2] is what the host reads: count, emitted tokens, rows verified.
     """
 
     @torch.inference_mode()

@@ -121,10 +121,10 @@ class Runner:
             path = self.speculator.round(self.assemble(requests), budget)
             found, rows = path.read(), int(path.valid.sum()) if budget else 0
         if self.adaptive and known == (self.graphs and len(self.graphs.rounds)):       # a capture is not what a round takes
-            inside = drafts and self.device.type == "cpu"
-            depth, apart = (budget.grown, (self.speculator.drafting, budget.took)) if inside and not captured else (plan[0], ())
+            inside = drafts and self.device.type == "cpu" and not captured
+            depth, *parts = (budget.grown, self.speculator.drafting, budget.took) if inside else plan[:1]
             emitted = [count for (count, *_), request in zip(found[0], requests) if request.room > depth]
-            self.adaptive.saw(captured, size, depth, rows - len(requests), emitted, perf_counter() - began, *apart)
+            self.adaptive.saw(captured, size, depth, rows - len(requests), emitted, perf_counter() - began, *parts)
         for request in requests if drafts else ():
             request.draft_length = request.length
         self._check(requests, found)
