@@ -152,13 +152,12 @@ def experts(name, kind, rows, inter, hidden, experts, topk, target=None, uniform
             expected[row] += (F.silu(gate) * up @ moe.dequantize(one(w2, e), torch.float32, inter)[0].T) * share[row, k, None]
 
         def variants(c):
-            small = [(bn, bk, split, stages, None, split) for bn, bk in ((16, 64), (32, 64), (32, 128)) for split in (1, 2, 4) for stages in (3, 6)]
-            large = [(bn, 128, split, stages, registers, split) for bn in (32, 64, 128) for split, stages, registers in (
+            small = [(bn, bk, split, stages, None) for bn, bk in ((16, 64), (32, 64), (32, 128)) for split in (1, 2, 4) for stages in (3, 6)]
+            large = [(bn, 128, split, stages, registers) for bn in (32, 64, 128) for split, stages, registers in (
                 (4, 3, None), (4, 3, 128), (4, 4, 128), (2, 3, None), (2, 4, 128), (2, 6, 128), (4, 2, 96))]
             shapes = small if hidden < 1024 else large
             yield [c._replace(up=one) for one in shapes]
             yield [c._replace(down=one, parts=n) for one in shapes for n in ((8, 4) if inter > 1024 else (1,))]
-            yield [c._replace(listed=pairs, early=early) for pairs in (0, 32, 64) for early in (0, 8, 16)]
         return SimpleNamespace(sets=sets, call=moe.moe, error=lambda out: rms(out, expected), variants=variants,
                                default=moe.configure("plain" if kind == "bf16" else kind, hidden, inter, rows))
     return Case(name, distinct * each + rows * (6 * hidden + 4 * topk * inter), build, target, rows * topk * 6 * hidden * inter)

@@ -119,22 +119,10 @@ def _share(p_ids, p_weights, e, i_m, valid, TOPK: tl.constexpr, KP: tl.constexpr
 
 
 @jit
-def _prefetch(p, size, live):
-    """Ask the L2 cache for `size` bytes at each address, which nobody waits for."""
-    tl.inline_asm_elementwise("""{
-        .reg .pred p;
-        setp.ne.s32 p, $3, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""", "=r,l,r,r", [p.to(tl.int64) & -16, size, live.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@jit
 def active_list(p_ids, p_weights, p_active, p_dense, rows, E: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr,
-                ROWS: tl.constexpr, PDL: tl.constexpr):
+                ROWS: tl.constexpr):
     """active[slot] = e | the rows that take it as bits << 16, for the active experts e in ascending order, -1 past the last; active[-1]
     how many there are; dense [slot, ROWS] the expert's weight in each row."""
-    follow(PDL)
     slot, i_m = tl.program_id(0), tl.arange(0, ROWS)
     e, count = _active(p_ids, slot, rows, E, TOPK, P)
     taken, weight = _share(p_ids, p_weights, e, i_m, i_m < rows, TOPK, KP)
@@ -200,31 +188,18 @@ def up(p_x, p_ids, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, s
 
 
 @jit
-def down(p_h, p_w, p_s, p_inner, p_shared, p_base, p_out, p_active, p_start, p_ids, rows, slots, SHARED: tl.constexpr, BASE: tl.constexpr,
-         PARTS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, LIST: tl.constexpr, TOPK: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
+def down(p_h, p_w, p_s, p_inner, p_shared, p_base, p_out, p_active, p_start, rows, slots, SHARED: tl.constexpr, BASE: tl.constexpr,
+         PARTS: tl.constexpr, PDL: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
          E: tl.constexpr, EP: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
          SPLIT: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, DOT: tl.constexpr, UNIT: tl.constexpr):
     """BN columns of the output. Few rows: the sum over all active experts, ascending, of one of PARTS ranges of I; sorted: one expert's
-    part for its pairs. SHARED > 0: plus the shared expert's inner [rows, SHARED] by its matrix [H, SHARED]. EARLY > 0: while `up` still runs,
-    the L2 cache is asked for the matrices of so many experts."""
+    part for its pairs. SHARED > 0: plus the shared expert's inner [rows, SHARED] by its matrix [H, SHARED]."""
+    follow(PDL)
     TILES: tl.constexpr = (H + BN - 1) // BN
     BLOCKS: tl.constexpr = (I + SPLIT * BK - 1) // (SPLIT * BK) // PARTS
     part = tl.program_id(0) // TILES
     i_m, i_n = tl.arange(0, BM), tl.program_id(0) % TILES * BN + tl.arange(0, BN)
     clamped = tl.minimum(i_n, H - 1)
-    if EARLY:       # ids, and a list that `up` did not make, are there: `up` waited for them before it let this kernel start
-        i_e = tl.arange(0, EARLY)
-        if LIST:
-            e = tl.load(p_ids + i_e, mask=i_e < rows * TOPK, other=E)
-        else:
-            e = (tl.load(p_active + i_e, mask=i_e < slots, other=-1) & 0xFFFF).to(tl.int64)
-        PIECE: tl.constexpr = max(8, min(BN, BN * EARLY // 32))      # rows of a request, so that each thread makes about one
-        i_block, i_piece = part * (BLOCKS * SPLIT) + tl.arange(0, SPLIT), tl.program_id(0) % TILES * BN + tl.arange(0, BN // PIECE) * PIECE
-        at = (e[:, None, None] * (I // BK) + i_block[None, :, None]) * H + i_piece[None, None, :]
-        live = ((e >= 0) & (e < E))[:, None, None]
-        _prefetch(p_w + at * (BK // 4), PIECE * BK // 2, live)
-        _prefetch(p_s + at * (BK // 32), PIECE * BK // 16, live)
-    follow(PDL)
     if SORTED:
         word, first, end = _block(p_start, part, E, EP, BM)
         if word < 0:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from minispec.kernels.experts import active_list, down, up
 from minispec.kernels.fused_linear import fused_linear
-from minispec.kernels.jit import INTERPRET, follow, jit, pdl, power_of_two, tl, use_triton
+from minispec.kernels.jit import INTERPRET, jit, pdl, power_of_two, tl, use_triton
 from minispec.kernels.linear import linear
 
 FEW = 16        # rows up to which every active expert takes all of them
@@ -48,9 +48,8 @@ def _order(p_ids, p_start, p_order, p_place, pairs, TOPK: tl.constexpr, C: tl.co
 
 @jit
 def _gather(p_part, p_place, p_start, p_base, p_out, rows, E: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, SORTED: tl.constexpr,
-            BASE: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr):
+            BASE: tl.constexpr, BH: tl.constexpr):
     """A row's parts, summed in order: part [PARTS, rows, H], or where p_place says."""
-    follow(PDL)
     i_row, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BH + tl.arange(0, BH)
     out = tl.zeros((BH,), tl.float32)
     for k in tl.static_range(PARTS):
@@ -63,28 +62,21 @@ def _gather(p_part, p_place, p_start, p_base, p_out, rows, E: tl.constexpr, H: t
 
 
 class Config(NamedTuple):
-    """Of each product (BN, BK, SPLIT, stages, registers a thread or None, warps: SPLIT or half of it); `parts` ranges of I, summed by another
-    launch. BK (for int4 the stored block's instead), SPLIT and parts set the order of sums: they never depend on the rows. The others may.
-    listed: pairs (row, choice) up to which every program of `up` makes the list of active experts itself, which saves a launch. early:
-    experts, a power of two, whose part of w2 `down` asks the L2 cache for before `up` has ended."""
+    """Of each product (BN, BK, SPLIT, stages, registers a thread or None), a warp a SPLIT; `parts` ranges of I, summed by another
+    launch. BK (for int4 the stored block's instead), SPLIT and parts set the order of sums: they never depend on the rows. The others may."""
     up: tuple
     down: tuple
     parts: int = 1
-    listed: int = 32
-    early: int = 0
 
 
 def configure(kind, hidden, inter, rows):
-    listed = 128 if inter * hidden <= 2**18 else 32         # launches, not bytes, are what tiny experts cost
     if kind == "float32":
-        return Config((16, 64, 2, 1, None, 2), (16, 64, 2, 1, None, 2), 1, listed)
+        return Config((16, 64, 2, 1, None), (16, 64, 2, 1, None))
     if kind == "int4" and hidden % 512 == inter % 2048 == 0:
-        return Config((64, 128, 2, 3, None, 2), (128 if rows <= 8 else 64, 128, 2, 3, None, 2), 8, listed)
+        return Config((64, 128, 2, 3, None), (128 if rows <= 8 else 64, 128, 2, 3, None), 8)
     if kind == "int4" and hidden % 512 == 0:
-        up = (16, 128, 2, 6, None, 2) if rows == 1 else (32, 128, 2, 6, None, 2) if rows <= 4 else (64, 128, 2, 3, None, 2)
-        down = (16 if rows <= FEW else 32, 128, 2, 6, None if rows <= FEW else 128, 2)
-        return Config(up, down, 1, listed, 8 if rows * inter < 512 else 0)      # where all of w13 and w2 that is read fits into L2
-    return Config((32, 64, 4, 4, None, 4), (32, 64, 4, 4, None, 4), 4 if inter % 1024 == 0 else 1, listed)
+        return Config((32, 128, 2, 6, 128) if rows == 1 else (64, 128, 2, 3, None), (32, 128, 2, 6, 128))
+    return Config((32, 64, 4, 4, None), (32, 64, 4, 4, None), 4 if inter % 1024 == 0 else 1)
 
 
 def moe(x, w13, w2, ids, weights, base=None, shared=None, config=None):
@@ -103,16 +95,16 @@ def moe(x, w13, w2, ids, weights, base=None, shared=None, config=None):
     out = torch.empty_like(base) if base is not None else x.new_empty(x.shape, dtype=torch.float32)
     if not rows:
         return out
-    tiny = inter * hidden <= 2**18 and topk <= 8
-    if shared is not None and not (tiny and rows <= FEW and base is not None):
+    tiny = inter * hidden <= 2**18 and topk <= 8        # launches, not bytes, are what such experts cost
+    small = tiny and rows <= FEW
+    if shared is not None and not (small and base is not None):
         base, shared = fused_linear(*shared, residual=base), None
         out = torch.empty_like(base)
     config = config or configure("float32" if x.dtype == torch.float32 else kind, hidden, inter, rows)
-    (bn, bk, split, stages, registers, warps), (bn2, bk2, split2, stages2, registers2, warps2), parts, listed, early = config
+    (bn, bk, split, stages, registers), (bn2, bk2, split2, stages2, registers2), parts = config
     if kind == "int4":
         bk, bk2 = 4 * v13.shape[-1], 4 * v2.shape[-1]
     pairs, many, all_rows = rows * topk, rows > FEW, 8 if rows <= 8 else 16
-    small = not many and pairs <= listed
     block, block2 = (32 if pairs > 16 * experts else 16,) * 2 if many else (8, all_rows)
     slots = min(pairs, pairs // block + min(experts, pairs)) if many else min(pairs, experts)
     parts = topk if many else 1 if tiny else math.gcd(parts, -(-inter // (split2 * bk2)))
@@ -123,27 +115,25 @@ def moe(x, w13, w2, ids, weights, base=None, shared=None, config=None):
     common = dict(H=hidden, I=inter, E=experts, EP=power_of_two(experts), SORTED=many, KIND=kind, ASM=dot == tl.bfloat16, DOT=dot,
                   UNIT=2.0**24 if kind == "int4" and dot == tl.bfloat16 else 1.0)
     lists = dict(LIST=small, KP=power_of_two(topk), P=power_of_two(pairs) if small else 1, TOPK=topk)
-    overlap = {"PDL": 0} if many else pdl(x)
-    early = early if overlap["PDL"] and kind == "int4" and hidden % bn2 == inter % (split2 * bk2) == 0 else 0
+    overlap = pdl(x) if small else {"PDL": 0}
     if many:
         order, place = x.new_empty(pairs, dtype=torch.int32), x.new_empty(pairs, dtype=torch.int32)
         _order[experts + 1,](ids, start, order, place, pairs, TOPK=topk, C=1024)
     elif not small:
         taken = x.new_empty(slots, all_rows, dtype=torch.float32)
-        active_list[slots,](ids, weights, active, taken, rows, E=experts, TOPK=topk, KP=power_of_two(topk), P=power_of_two(pairs), ROWS=all_rows,
-                            **overlap)
+        active_list[slots,](ids, weights, active, taken, rows, E=experts, TOPK=topk, KP=power_of_two(topk), P=power_of_two(pairs), ROWS=all_rows)
     halves = 1 if many else all_rows // block
     up[slots * halves * -(-2 * inter // bn),](
         x, ids, weights if many or small else taken, v13, s13, h, active, start, order, rows, slots, ROWS=all_rows, BM=block, BN=bn, BK=bk,
-        SPLIT=split, num_warps=warps, num_stages=stages, maxnreg=None if block == 32 or small else registers, **lists, **overlap, **common)
+        SPLIT=split, num_warps=split, num_stages=stages, maxnreg=None if block == 32 or small else registers, **lists, **overlap, **common)
     down[(slots if many else parts) * -(-hidden // bn2),](
-        h, v2, s2, *(shared or (None, None)), base, last, active, start, ids, rows, slots, EARLY=early, LIST=small, TOPK=topk,
+        h, v2, s2, *(shared or (None, None)), base, last, active, start, rows, slots,
         SHARED=shared[0].shape[1] if shared else 0, BASE=base is not None and last is out, PARTS=1 if many else parts,
-        BM=block2, BN=bn2, BK=bk2, SPLIT=split2, num_warps=warps2, num_stages=stages2,
+        BM=block2, BN=bn2, BK=bk2, SPLIT=split2, num_warps=split2, num_stages=stages2,
         maxnreg=None if block == 32 or small else registers2, **overlap, **common)
     if last is not out:
         _gather[rows, -(-hidden // 1024)](last, place if many else active, start, base, out, rows, E=experts, H=hidden, PARTS=parts, SORTED=many,
-                                          BASE=base is not None, BH=1024, **overlap)
+                                          BASE=base is not None, BH=1024)
     return out
 
 

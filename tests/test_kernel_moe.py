@@ -95,15 +95,6 @@ def test_a_row_does_not_depend_on_the_others(rows, dtype):
         assert torch.equal(together[row:row + 1], moe(x[row:row + 1], w13, w2, ids[row:row + 1], weights[row:row + 1]))
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16])
-def test_a_list_of_its_own_launch_gives_the_same_bits(rows):
-    inputs = case("int4", rows, 64, 32, 11, 3)
-    config = moe_file.configure("float32", 64, 32, rows)
-    apart = moe(*inputs, config=config._replace(listed=0))
-    assert_close("moe", loop(*inputs), apart, 3e-6)
-    assert torch.equal(apart, moe(*inputs, config=config._replace(listed=48)))
-
-
 def test_all_rows_take_one_set_and_repeated_ids_count_once():
     x, w13, w2, ids, weights = case("plain", 12, 32, 16, 9, 3)
     ids = ids[:1].expand(12, 3).contiguous()
