@@ -56,7 +56,7 @@ def configure(batch, rows, heads, kv_heads, dk, dv, extent, exact, itemsize, pro
     pairs = heads // kv_heads * (1 if exact else rows)                                                 # that share their keys
     wide = max(dk, dv) > 256
     if hopper:
-        M, N, warps, stages = 64, 64, 8, 0
+        M, N, warps, stages = 64, 64, 4, 0
     elif itemsize > 2:
         M, N, warps, stages = 16, 16 if wide else 32, 8 if wide else 4, 1
     else:
