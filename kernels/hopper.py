@@ -47,13 +47,11 @@ def attend(p_q, p_cache, p_table, p_path, p_part, p_lse, p_prefix, p_words, p_ba
     k_rest = gl.allocate_shared_memory(dtype, [BUFFERS, N, DR], SHARED)
     greatest, weights = gl.allocate_shared_memory(gl.float32, [2, M], PLAIN), gl.allocate_shared_memory(gl.float32, [2, M], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], PLAIN)
-    free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], PLAIN)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], PLAIN)
-    for i in gl.static_range(2 * BUFFERS):
-        mbarrier.init(full.index(i), count=128)
+    free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS + 2, 1], PLAIN)                            # the last two: weights are handed on
+    for i in gl.static_range(2 * BUFFERS + 2):
         mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(ready.index(i), count=1)
+        if i < 2 * BUFFERS:
+            mbarrier.init(full.index(i), count=128)
     low = gl.min(gl.where(live, prefix, 2**30), 0)
     union, base, top, end, length = _span(prefix, word, p_base + i_b, j, gl.num_programs(1), N, LENGTH)
     start, stop = i_split * length, gl.minimum(i_split * length + length, end)
@@ -63,9 +61,8 @@ def attend(p_q, p_cache, p_table, p_path, p_part, p_lse, p_prefix, p_words, p_ba
     tiles = gl.maximum((stop - start + N - 1) // N, 1)
 
     pairs = p_prefix, p_words, s_pb, s_pr, s_wb, s_wr, rows, i_b, i_tile
-    shared = q, q_rest, k, k_rest, full, free
-    chain = greatest, weights
-    half = shared, chain, ready, pairs, base, start, end, low, tiles, scale, p_part, p_lse, i_split, i_kv, total
+    shared = q, q_rest, k, k_rest, greatest, weights, full, free
+    half = shared, pairs, base, start, end, low, tiles, scale, p_part, p_lse, i_split, i_kv, total
     source = shared, pairs, p_q, p_cache, p_table, p_path, base, start, stop, tiles, union, top, i_kv, s_slot, s_kv, s_table
     gl.warp_specialize([(_half, (half, 0, DV, SINGLE, PDL, HEADS, G, M, N, LENGTH)),
                         (_half, (half, 1, DV, SINGLE, PDL, HEADS, G, M, N, LENGTH)),
@@ -77,8 +74,8 @@ def _copies(source, DK: gl.constexpr, DR: gl.constexpr, PAGE: gl.constexpr, HEAD
             N: gl.constexpr, LENGTH: gl.constexpr):
     """Queries, then every tile: the half that its owner multiplies, which is free first, then the other and the columns that are no values."""
     shared, pairs, p_q, p_cache, p_table, p_path, base, start, stop, tiles, union, top, i_kv, s_slot, s_kv, s_table = source
-    q, q_rest, k, k_rest, full, free = shared
-    p_prefix, p_words, s_pb, s_pr, s_wb, s_wr, rows, i_b, i_tile = pairs
+    q, q_rest, k, k_rest, _, _, full, free = shared
+    rows, i_b, i_tile = pairs[6], pairs[7], pairs[8]
     BUFFERS: gl.constexpr = 128 // N
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     TILE: gl.constexpr = gl.SliceLayout(1, COPY)
@@ -109,7 +106,7 @@ def _copies(source, DK: gl.constexpr, DR: gl.constexpr, PAGE: gl.constexpr, HEAD
 @gluon.jit
 def _scores(shared, t, W: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
     """Issue the score product of an own tile."""
-    q, q_rest, k, k_rest, full, _ = shared
+    q, q_rest, k, k_rest, _, _, full, _ = shared
     buffer, phase = t % (128 // N), t // (128 // N) % 2
     zero = t >> 30                                      # else the descriptors of q are kept over the loop, in more registers than there are
     score = warpgroup_mma_init(gl.full([M, N], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])))
@@ -127,10 +124,10 @@ def _handed(k_rest, t, M: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(score, highest, weight, shared, chain, ready, word, prefix, base, at, end, low, scale, t, W: gl.constexpr, M: gl.constexpr,
-             N: gl.constexpr, LENGTH: gl.constexpr):
+def _softmax(score, highest, weight, shared, seen, t, W: gl.constexpr, M: gl.constexpr, N: gl.constexpr, LENGTH: gl.constexpr):
     """Of an own tile: weights in 16 bits, what fades the sums so far, greatest score and denominator; all but the fade are handed on."""
-    column = gl.arange(0, N, layout=gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])))
+    word, prefix, base, start, end, low, scale = seen
+    column, at = gl.arange(0, N, layout=gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))), start + t * N
     if LENGTH:
         score = gl.where((at + column < end)[None, :], score, float("-inf"))
     elif at + N > low:
@@ -142,29 +139,29 @@ def _softmax(score, highest, weight, shared, chain, ready, word, prefix, base, a
     p = p.to(shared[3].dtype)
     barrier()                                           # every warp has its scores: the keys they came from may go
     _handed(shared[3], t, M, N).store(p)
-    chain[0].index(W).store(higher)
-    chain[1].index(W).store(weight)
+    shared[4].index(W).store(higher)
+    shared[5].index(W).store(weight)
     fence_async_shared()
     barrier()
-    mbarrier.arrive(ready.index(W))
+    mbarrier.arrive(shared[7].index(2 * (128 // N) + W))
     return p, fade, higher, weight
 
 
 @gluon.jit
-def _neighbour(acc, highest, shared, chain, ready, t, W: gl.constexpr, M: gl.constexpr, N: gl.constexpr, ROW: gl.constexpr, OUT: gl.constexpr):
+def _neighbour(acc, highest, shared, t, W: gl.constexpr, M: gl.constexpr, N: gl.constexpr, ROW: gl.constexpr, OUT: gl.constexpr):
     """Issue the value product of a tile whose weights the other warpgroup hands on."""
-    mbarrier.wait(ready.index(1 - W), t // 2 % 2)
-    higher, weight = chain[0].index(1 - W).load(ROW), chain[1].index(1 - W).load(ROW)
+    mbarrier.wait(shared[7].index(2 * (128 // N) + 1 - W), t // 2 % 2)
+    higher, weight = shared[4].index(1 - W).load(ROW), shared[5].index(1 - W).load(ROW)
     acc = acc * gl.convert_layout(gl.exp2(highest - higher), gl.SliceLayout(1, OUT))[:, None]
     return warpgroup_mma(_handed(shared[3], t, M, N), shared[2].index(t % (128 // N) * 2 + W), acc, is_async=True), higher, weight
 
 
 @gluon.jit
-def _done(acc, free, t, W: gl.constexpr, N: gl.constexpr):
+def _done(acc, shared, t, W: gl.constexpr, N: gl.constexpr):
     """Wait for a value product; its half of the buffer is free."""
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
-    mbarrier.arrive(free.index(t % (128 // N) * 2 + W))
+    mbarrier.arrive(shared[7].index(t % (128 // N) * 2 + W))
     return acc
 
 
@@ -172,36 +169,32 @@ def _done(acc, free, t, W: gl.constexpr, N: gl.constexpr):
 def _half(half, W: gl.constexpr, DV: gl.constexpr, SINGLE: gl.constexpr, PDL: gl.constexpr, HEADS: gl.constexpr, G: gl.constexpr,
           M: gl.constexpr, N: gl.constexpr, LENGTH: gl.constexpr):
     """Warpgroup W: half W of the sum of values."""
-    shared, chain, ready, pairs, base, start, end, low, tiles, scale, p_part, p_lse, i_split, i_kv, total = half
+    shared, pairs, base, start, end, low, tiles, scale, p_part, p_lse, i_split, i_kv, total = half
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV // 2, 16])
-    k, free = shared[2], shared[5]
     _, _, _, prefix, word = _pairs(*pairs, gl.arange(0, M, layout=ROW), G, M, LENGTH)
+    seen = word, prefix, base, start, end, low, scale
     highest, weight = gl.full([M], -1e30, gl.float32, ROW), gl.full([M], 0.0, gl.float32, ROW)
     # not plain zeros: ptxas would wait for the scores before the first factor
     acc = warpgroup_mma_wait(0, deps=[warpgroup_mma_init(gl.full([M, DV // 2], 0.0, gl.float32, OUT))])
     for t in range(W, tiles, 2):
         score = _scores(shared, t, W, M, N)
         if W == 1:
-            acc, highest, weight = _neighbour(acc, highest, shared, chain, ready, t - 1, W, M, N, ROW, OUT)
-            score = warpgroup_mma_wait(1, deps=[score])
-        else:
-            score = warpgroup_mma_wait(0, deps=[score])
-        p, fade, highest, weight = _softmax(score, highest, weight, shared, chain, ready, word, prefix, base, start + t * N, end, low, scale, t,
-                                            W, M, N, LENGTH)
+            acc, highest, weight = _neighbour(acc, highest, shared, t - 1, W, M, N, ROW, OUT)
+        score = warpgroup_mma_wait(W, deps=[score])
+        p, fade, highest, weight = _softmax(score, highest, weight, shared, seen, t, W, M, N, LENGTH)
         if W == 1:
-            acc = _done(acc, free, t - 1, W, N)
+            acc = _done(acc, shared, t - 1, W, N)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
-        acc = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, OUT, 2)), k.index(t % (128 // N) * 2 + W), acc, is_async=True)
-        acc = _done(acc, free, t, W, N)
+        acc = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, OUT, 2)), shared[2].index(t % (128 // N) * 2 + W), acc, is_async=True)
+        acc = _done(acc, shared, t, W, N)
         if W == 0:
             if t + 1 < tiles:
-                acc, highest, weight = _neighbour(acc, highest, shared, chain, ready, t + 1, W, M, N, ROW, OUT)
-                acc = _done(acc, free, t + 1, W, N)
-    if W == 1:
-        if tiles % 2 == 1:
-            acc, highest, weight = _neighbour(acc, highest, shared, chain, ready, tiles - 1, W, M, N, ROW, OUT)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+                acc, highest, weight = _neighbour(acc, highest, shared, t + 1, W, M, N, ROW, OUT)
+                acc = _done(acc, shared, t + 1, W, N)
+    if W * tiles % 2 == 1:
+        acc, highest, weight = _neighbour(acc, highest, shared, tiles - 1, W, M, N, ROW, OUT)
+        acc = warpgroup_mma_wait(0, deps=[acc])
     if PDL == 2:
         gdc_launch_dependents()
 
