@@ -125,7 +125,7 @@ def _handed(k_rest, t, M: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def _softmax(score, highest, weight, shared, seen, t, W: gl.constexpr, M: gl.constexpr, N: gl.constexpr, LENGTH: gl.constexpr):
-    """Of an own tile: weights in 16 bits, what fades the sums so far, greatest score and denominator; all but the fade are handed on."""
+    """Of an own tile: weights in 16 bits, what fades the sums so far, greatest score and denominator."""
     word, prefix, base, start, end, low, scale = seen
     column, at = gl.arange(0, N, layout=gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))), start + t * N
     if LENGTH:
@@ -136,7 +136,12 @@ def _softmax(score, highest, weight, shared, seen, t, W: gl.constexpr, M: gl.con
     higher = gl.maximum(highest, gl.max(score, 1) * scale)
     p, fade = gl.exp2(score * scale - higher[:, None]), gl.exp2(highest - higher)
     weight = weight * fade + gl.sum(p, 1)
-    p = p.to(shared[3].dtype)
+    return p.to(shared[3].dtype), fade, higher, weight
+
+
+@gluon.jit
+def _hand(p, higher, weight, shared, t, W: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    """A tile's weights, greatest score and denominator to the other warpgroup."""
     barrier()                                           # every warp has its scores: the keys they came from may go
     _handed(shared[3], t, M, N).store(p)
     shared[4].index(W).store(higher)
@@ -144,7 +149,6 @@ def _softmax(score, highest, weight, shared, seen, t, W: gl.constexpr, M: gl.con
     fence_async_shared()
     barrier()
     mbarrier.arrive(shared[7].index(2 * (128 // N) + W))
-    return p, fade, higher, weight
 
 
 @gluon.jit
@@ -185,6 +189,7 @@ def _half(half, W: gl.constexpr, DV: gl.constexpr, SINGLE: gl.constexpr, PDL: gl
         p, fade, highest, weight = _softmax(score, highest, weight, shared, seen, t, W, M, N, LENGTH)
         if W == 1:
             acc = _done(acc, shared, t - 1, W, N)
+        _hand(p, highest, weight, shared, t, W, M, N)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
         acc = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, OUT, 2)), shared[2].index(t % (128 // N) * 2 + W), acc, is_async=True)
         acc = _done(acc, shared, t, W, N)
