@@ -56,13 +56,14 @@ def configure(batch, rows, heads, kv_heads, dk, dv, extent, exact, itemsize, pro
     pairs = heads // kv_heads * (1 if exact else rows)                                                 # that share their keys
     wide = max(dk, dv) > 256
     if hopper:
-        M, N, warps, stages = 64, 64, 8, 0
+        M, N, warps, stages = 64, 64 if exact or pairs > 64 else 32, 4, 0       # one tile waits for memory: four buffers
     elif itemsize > 2:
         M, N, warps, stages = 16, 16 if wide else 32, 8 if wide else 4, 1
     else:
         M, N, warps, stages = max(16, min(64, power_of_two(pairs))), 64, 8 if wide else 4, 2 if wide else 3
     tiles = -(-pairs // M) * batch * kv_heads       # of a split: one wave, of two steps or more where there are many partials to merge
-    splits = max(1, min(-(-extent // (N if hopper and pairs <= 16 else 2 * N)), processors * (1 if wide else 2) // tiles))
+    step = (1 if pairs <= 16 else 2) * 64 if hopper else 2 * N
+    splits = max(1, min(-(-extent // step), processors * (1 if wide else 2) // tiles))
     return Config(M, N, -(-extent // EXACT) if exact else splits, warps, stages)
 
 

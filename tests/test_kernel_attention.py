@@ -66,7 +66,7 @@ def test_against_the_definition(case, exact):
     (dict(batch=1, rows=3, heads=70, base=[150]), 9, 32)], ids=["one row", "trees", "64 rows", "prefill", "more heads than a tile"])
 def test_the_hopper_kernel(case, splits, N, exact, monkeypatch):
     """Its text over numpy on the CPU: indices, masks, splits and the order of copies and products, not the layouts."""
-    case = dict(chain=False, kv_heads=1, width=24, dk=24, values=slice(0, 16), page_size=4) | case
+    case = dict(chain=False, kv_heads=1, width=80, dk=80, values=slice(0, 16), page_size=4) | case
     if GPU:
         case |= dict(width=576, dk=576, values=slice(0, 512))
     else:
@@ -74,7 +74,7 @@ def test_the_hopper_kernel(case, splits, N, exact, monkeypatch):
         monkeypatch.setattr(module, "_machine", lambda device: (132, hopper.launch(hopper.attend)))
         monkeypatch.setattr(module, "EXACT", 128)
     splits = -(-(max(case["base"]) + case["rows"]) // module.EXACT) if exact else splits
-    check(case, Config(64, N, splits, 8, 0), torch.bfloat16 if GPU else torch.float32, exact=exact)
+    check(case, Config(64, N, splits, 4, 0), torch.bfloat16 if GPU else torch.float32, exact=exact)
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter computes in fp32")
