@@ -25,13 +25,16 @@ def keep(states, rows, tokens, count, seats, buffer, following, counts, append=F
 
 def keep_ref(states, rows, tokens, count, seats, buffer, following, counts, append=False):
     size = rows.shape[1]
-    found, at = states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1])), slice(0, size)
-    if append:
-        count = counts[seats] + count
-        seats, at = seats[:, None], (counts[seats, None] + torch.arange(size, device=seats.device)).clamp(max=buffer.shape[1] - 1)
-    buffer[seats, at] = found
-    following[seats, at] = tokens
-    counts[seats.view(-1)] = count
+    if append:      # one by one: of one state, which it is, that takes a third of what advanced indexing takes
+        for b, seat in enumerate(seats.tolist()):
+            for j, row in enumerate(rows[b].tolist()):
+                at = min(counts[seat].item() + j, buffer.shape[1] - 1)
+                buffer[seat, at], following[seat, at] = states[b, row], tokens[b, j]
+            counts[seat] += count[b]
+        return
+    buffer[seats, :size] = states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
+    following[seats, :size] = tokens
+    counts[seats] = count
 
 
 def unread(following, count, seats, length, size, table, page_size):

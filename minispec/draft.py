@@ -95,32 +95,32 @@ class Draft:
     def grow(self, batch, cache, hidden, shape, budget=None):
         """The tree of one round: extend with what the target made true, then up to shape.steps (1 or more) levels of guesses: a Pool.
 
-        hidden: the HiddenBuffer; budget: adapt.Budget, which may ask for fewer levels or end the tree earlier. Only the last true row needs
+        hidden: the HiddenBuffer; budget: adapt.Budget, which may ask for less or end the tree earlier. Only the last true row needs
         an output: one layer's KV depends on no attention. Guessed rows write KV at cache indices length, length + 1, ...: the next extension
         overwrites them, so nothing recycled survives a round. Their ancestry lives in the words: bit t of a word = cache entry length + t.
         """
         length, longest, page = batch.length[:, None], batch.longest, batch.page_size
         q, residual, words, take = self.read(batch, cache, hidden)
         q = q.flatten(0, 1)[take]
-        steps = budget.steps if budget else shape.steps
-        pool, frontier = Pool.empty(len(take), steps, shape.topk, take.device), None
+        steps, topk = (budget or shape).steps, (budget or shape).topk
+        pool, frontier = Pool.empty(len(take), steps, topk, take.device), None
         above, view = length, self.view(batch, length, words[:, :1], longest)
         for depth in range(1, steps + 1):
             normed, recycled = self.attend(q, residual, view, cache, take)
-            tokens, logp = self.children(normed, batch, above, shape)
+            tokens, logp = self.children(normed, batch, above, topk)
             frontier = level(tokens, logp, frontier, pool, depth, batch.length, batch.table, page)
-            now = pool.filled(depth, shape.topk)
+            now = pool.filled(depth, topk)
             if depth == steps or (budget.enough(frontier, depth) if budget else now.settled(frontier.scores, shape.nodes)):
                 if budget:
                     budget.grown = depth
                 return now
             above, take = frontier.above, frontier.take
-            view = self.view(batch, length.expand_as(take), frontier.words, longest + depth * shape.topk)
+            view = self.view(batch, length.expand_as(take), frontier.words, longest + depth * topk)
             q, residual = self.project(recycled, Rows(frontier.tokens, frontier.positions, frontier.slots, view), cache, take)
 
     def view(self, batch, prefix, words, extent):
         return View(batch.table, batch.page_size, prefix, batch.length, words, extent)
 
-    def children(self, normed, batch, above, shape):
+    def children(self, normed, batch, above, topk):
         """The topk children of every row [B, K, h], whose tokens stand at `above` int64 [B, K]: target ids and log-probabilities [B, K, topk]."""
-        return draft_logits(normed, self.p.head, self.ids, shape.topk, batch.sampling, above, self.config.draft_vocab_size, self.ranks)
+        return draft_logits(normed, self.p.head, self.ids, topk, batch.sampling, above, self.config.draft_vocab_size, self.ranks)

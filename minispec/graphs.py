@@ -28,13 +28,14 @@ class Round:
     """One captured round for up to `size` requests.
 
     table int64 [size, pages] and state int64 [5, size] (length, pending, room, seat, alive) are read and, but for the table and the seats,
-    advanced by every replay. steps: levels drafted; none in a plain round of an adaptive shape, which leaves states for the draft to read
-    later. A place without a request is not alive: it computes on the dump page and in the hidden buffer's last seat, its room of 1 lets no
-    node count, and its length stays. out int64 [size, R + 2] is what the host reads: count, emitted tokens, rows verified.
+    advanced by every replay. steps, topk: levels drafted, children a node; no levels in a plain round of an adaptive shape, which leaves
+    states for the draft to read later. A place without a request is not alive: it computes on the dump page and in the hidden buffer's last
+    seat, its room of 1 lets no node count, and its length stays. out int64 [size, R + 2] is what the host reads: count, emitted tokens,
+    rows verified.
     """
 
     @torch.inference_mode()
-    def __init__(self, runner, size, sampled, steps, pool):
+    def __init__(self, runner, size, sampled, pool, steps, topk=1):
         device, scratch = runner.device, runner.shape.scratch
         self.members = []       # (request, the length at which this round left it): what table and state are about
         self.table = torch.zeros(size, runner.pages.needed(runner.max_length + scratch), dtype=torch.int64, device=device)
@@ -43,7 +44,7 @@ class Round:
         params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
         self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, runner.target_config.vocab_size, device)
         batch = Batch(self.table, runner.pages.page_size, *self.state[:4], runner.max_length, runner.shape.nodes + 1, self.sampling, runner.exact)
-        budget = replace(runner.adaptive.budget(size), steps=steps) if steps and runner.adaptive else None
+        budget = replace(runner.adaptive.budget(size), steps=steps, topk=topk) if steps and runner.adaptive else None
         self.replay, self.out = record(partial(self._round, runner.speculator, batch, budget), device, pool)
 
     def _round(self, speculator, batch, budget):
@@ -84,10 +85,11 @@ class Graphs:
     def warm(self, progress):
         """Capture every greedy size now, so that no request pays for it. progress(done, total, what)."""
         sizes = {self.size(count) for count in range(1, self.runner.max_batch + 1)}
-        depths = (0, *self.runner.adaptive.depths) if self.runner.adaptive else (self.runner.shape.steps,)
-        rounds = [(size, steps) for size in sorted(sizes) for steps in depths]
-        for done, (size, steps) in enumerate(rounds, 1):
-            self.round(size, False, steps)
+        shape, adaptive = self.runner.shape, self.runner.adaptive
+        arms = [(0,), *adaptive.arms] if adaptive else [(shape.steps, shape.topk)]
+        rounds = [(size, *arm) for size in sorted(sizes) for arm in arms]
+        for done, (size, *arm) in enumerate(rounds, 1):
+            self.round(size, False, *arm)
             if progress:
                 progress(done, len(rounds), "rounds captured")
 
@@ -95,11 +97,11 @@ class Graphs:
         return min(1 << (count - 1).bit_length(), self.runner.max_batch)
 
     def round(self, *kind):
-        """kind: size, sampled, steps."""
+        """kind: size, sampled, steps, topk."""
         if kind not in self.rounds:
-            self.rounds[kind] = Round(self.runner, *kind, self.pool)
+            self.rounds[kind] = Round(self.runner, *kind[:2], self.pool, *kind[2:])
         return self.rounds[kind]
 
-    def __call__(self, requests, steps):
+    def __call__(self, requests, *arm):
         sampled = any(request.params.temperature > 0 for request in requests)
-        return self.round(self.size(len(requests)), sampled, steps)(requests, self.runner.assemble)
+        return self.round(self.size(len(requests)), sampled, *arm)(requests, self.runner.assemble)

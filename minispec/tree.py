@@ -32,12 +32,13 @@ class Tree:
     def best(cls, batch, pool, shape, budget=None):
         """The shape.nodes best of a pool, or with a Budget those of them that pay; no pool, no nodes: plain decoding."""
         nodes = min(budget.nodes if budget else shape.nodes, pool.tokens.shape[1]) if pool else 0
-        laid = plant(pool, nodes, shape.topk, batch.pending, batch.length, batch.room, batch.table, batch.page_size)
+        topk = (budget or shape).topk
+        laid = plant(pool, nodes, topk, batch.pending, batch.length, batch.room, batch.table, batch.page_size)
         if nodes and budget:
             laid = prune(laid, batch.length, budget.trust, budget.price)
             laid = laid if laid.tokens.is_cuda else trim(laid, batch.length, batch.table, batch.page_size)
         # a tree that was trimmed for one request has no row left that is not live
-        return cls(laid, shape.topk == 1 or not nodes, bool(nodes and budget) and (laid.tokens.is_cuda or len(laid.tokens) > 1))
+        return cls(laid, topk == 1 or not nodes, bool(nodes and budget) and (laid.tokens.is_cuda or len(laid.tokens) > 1))
 
     def agreed(self, ranks):
         """Rank 0's tree, so that all verify the same one."""
