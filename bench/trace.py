@@ -38,11 +38,21 @@ class Trace:
         speculator.choose = self.then("verify", speculator.choose)
         speculator.round = self.round(speculator.round)
         runner.speculator = speculator
-        runner.graphs = runner.graphs and Graphs(runner)
+        if runner.graphs:
+            runner.graphs = Graphs(runner)
+            runner.graphs.round = self.captured(runner.graphs.round, {})
         return self
 
     def __exit__(self, *error):
         self.engine.runner.speculator, self.engine.runner.graphs = self.kept
+
+    def captured(self, run, known):
+        """Marks and choices of the round that is replayed next, which is not the one captured last."""
+        def round(*kind):
+            found = run(*kind)
+            self.marks, self.chosen = known.setdefault(kind, (self.marks, self.chosen))
+            return found
+        return round
 
     def mark(self, name):
         if self.on:

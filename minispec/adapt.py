@@ -3,24 +3,18 @@
 Only speed depends on it: the text is a function of the target's logits and the keyed noise alone, whatever is verified.
 """
 from dataclasses import dataclass
-from itertools import accumulate
 from math import exp
 from time import perf_counter
 
 import torch
 
+from minispec.curve import REFRESH, Curve
 from minispec.kernels.prune import BINS, factors
 
-PLAIN = -1          # where others say how many nodes a round verified
 NEVER = 1e30        # a price that no gain pays
 ROWS = 64           # of one forward at most, over all requests: rows of a captured round are there whether they are valid or not
 AHEAD = 1.3         # worth of another level over the probability that reaches it: levels below it, and the choice to stop there
-REFRESH = 4         # rounds between two looks at the prices
-LONG, SHORT = 32, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
-PROBE = 128         # plain rounds between two probes at most, from 8 on
-OTHER = 32          # whole rounds between two that draft another tree than seems to pay
 LEVELS = 1, 2, 4, 6, 8      # of the chains that are captured, besides the largest tree
-GROWTH = 0.66       # distinct experts of n rows, where they have been counted, are about n ** 0.66 times one row's
 
 
 @dataclass
@@ -54,161 +48,6 @@ class Budget:
             paths.append(gains[parent] + min(edge + self.factors[depth - 1][cell], 0.0))
         self.before = scores, paths, now
         return sum(max(exp(path) * AHEAD - self.row, 0.0) for path in paths) <= self.level
-
-
-def toward(known, found, share):
-    """A running geometric mean that no outlier drags far; the first value as it is."""
-    return known * min(max(found / known, 0.5), 2) ** share if known else found
-
-
-class Curve:
-    """Costs and gains of one batch size. Costs are relative to `base`, seconds, which follows the machine's changes in speed: a slow
-    minute makes no row count look dear. cost: of verifying n nodes; first, level: of drafting one level, and another; hits: the share of
-    rounds with all levels before accepted in which a chain has this one accepted too, of which a tree misses `ratio` times as many; gain,
-    spent: tokens a request and cost of a drafted round.
-
-    arms: (levels, children tried a node) that can be asked for, (1, 1) first, the largest tree last. whole: a tree has all levels that it
-    was asked for, and the host cannot look inside; else there is one arm besides the probe, and the draft ends where it does not promise
-    enough and says what it took.
-    """
-
-    def __init__(self, requests, nodes, arms, whole):
-        self.requests, self.nodes, self.arms, self.whole, (self.steps, topk) = requests, nodes, arms, whole, arms[-1]
-        self.cost, self.seen, self.use, self.base = {}, {}, {}, None
-        self.first, self.level, self.whole_round = 0.0, dict.fromkeys({1, topk}, 0.0), {}
-        tried = [(*arms[-1], n) for n in (self.steps, 1, 3, 10)] + [(0, 0, 0)] + [(1, 1, 1), (self.steps, 1, 1)] * whole
-        self.trials = [(depth, width, min(n, nodes) * requests) for depth, width, n in tried] * 2
-        self.hits, self.tries, self.missed, self.wide = [0.6] * self.steps, [SHORT] * self.steps, [1.4, 2.0], {1: 1.0, topk: 1.0}
-        self.gain, self.spent, self.drafted, self.rest, self.interval, self.age, self.arm = 1.0, 1.0, 0, 0, 0, 0, arms[-1]
-
-    def __call__(self):
-        """The next round: levels to draft, 0 for a plain round; children a node; nodes to try, or None for as many as the prices say."""
-        if self.trials:
-            return self.trials[0]
-        if self.rest:
-            return 0, 0, 0
-        if self.interval:
-            return 1, 1, None           # a probe: cheap, and it shows whether the text has changed
-        if self.whole and self.drafted % OTHER == 0:        # what shorter chains are worth longer ones tell too
-            place, tree = self.arms.index(self.arm), self.drafted // OTHER % 2
-            return *self.arms[max(len(self.arms) - 2, 0) if self.arm == self.arms[-1] else -1 if tree else place + 1], None
-        return *self.arm, None
-
-    def saw(self, depth, width, nodes, counts, seconds, drafting=0.0, level=0.0):
-        """A round: levels drafted, children a node, nodes verified, tokens emitted by each request that had room for more than depth,
-        seconds; where it is not whole, how many of them went to the draft, and to one more level of it, if it had more than one."""
-        self.age += 1
-        self.base = self.base or seconds
-        if self.whole and depth:
-            drafting = (self.first + self.level[width] * (depth - 1)) * self.base
-        elif level:
-            self.level[width] = toward(self.level[width], level / self.base, 1 / 16)
-            self.first = toward(self.first, max(drafting / self.base - self.level[width] * (depth - 1), self.first / 2), 1 / 16)
-        if self.trials:
-            return self._try(depth, width, nodes, seconds - drafting)
-        cost = self._average(nodes if depth else PLAIN, seconds - drafting)
-        if not depth:
-            self.rest = max(self.rest - 1, 0)
-            return
-        self.drafted += 1
-        share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
-        if nodes:
-            self.wide[width] += (nodes / (depth * self.requests) - self.wide[width]) * share
-        self.spent += (cost + drafting / self.base - self.spent) * share
-        if counts:
-            self.gain += (sum(counts) / len(counts) - self.gain) * share
-        ratio, other = 1.0 if width == 1 else self.ratio, self.whole and (width == 1) != (self.arm[1] == 1)
-        for count in counts:
-            for k in range(min(count, depth, nodes)):
-                miss, expected = count == k + 1, 1 - self.hits[k]
-                if other:
-                    seen = (self.ratio * expected, miss) if width == 1 else (miss, expected)
-                    self.missed = [0.98 * known + new for known, new in zip(self.missed, seen)]
-                self.tries[k] = min(self.tries[k] + 1, LONG)
-                found = self.hits[k] + (1 - miss / ratio - self.hits[k]) * max(1 / self.tries[k], self.interval and 0.5)
-                self.hits[k] = min(max(found, 0.0), 1.0)
-        if self.interval or self.age % REFRESH == 0:
-            self._decide(max(counts, default=1) > 1)
-
-    @property
-    def ratio(self):
-        return self.missed[0] / self.missed[1] if self.whole else 1.0
-
-    def _try(self, depth, width, nodes, seconds):
-        """One of the rounds that begin a batch size; the first level of whole ones counts as one more, the last trial tells what it costs."""
-        del self.trials[0]
-        if self.whole and depth:
-            key = depth, width, nodes
-            self.whole_round[key] = min(self.whole_round.get(key, 1e9), seconds)
-        else:
-            self._average(nodes if depth else PLAIN, seconds)
-        if not self.trials and self.whole:
-            least = {}
-            for (depth, width, nodes), seconds in sorted(self.whole_round.items(), reverse=True):
-                least[depth, width] = seconds / self.base               # of the fewest nodes
-            flat = least.get((1, 1), 0)
-            for width in self.level:
-                self.level[width] = max(least.get((self.steps, width), flat) - flat, 0) / max(self.steps - 1, 1)
-            self.first = min(self.level.values())
-            for (depth, width, nodes), seconds in self.whole_round.items():
-                cost = seconds / self.base - self.first - self.level[width] * (depth - 1)
-                self.cost[nodes], self.seen[nodes] = min(max(cost, 0.1), self.cost.get(nodes, 1e9)), 2
-
-    def _decide(self, accepted):
-        """Go on with the arm that promises most, or rest; a probe of which something was accepted is worth another one at once."""
-        worth, self.arm = self.best()
-        worth = worth if self.whole or self.interval else self.gain / self.spent
-        # what is worse by less than a young average can tell goes on
-        if 1 / self.cost.get(PLAIN, 1e9) > worth * (1 + (not self.interval) / self.drafted):
-            self.interval, self.rest = (self.interval, 0) if self.interval and accepted else [min(max(2 * self.interval, 8), PROBE)] * 2
-        elif self.interval:
-            self.interval, self.drafted = 0, SHORT
-
-    def best(self):
-        """(tokens a cost, arm) of the arm that promises most; where the draft may end early, of any number of levels."""
-        found, verify = [], self.costs()
-        for width in {width for _, width in self.arms}:
-            reached, gain = 1.0, 1.0
-            for depth, hit in enumerate(self.hits, 1):
-                reached *= hit if width == 1 else max(1 - self.ratio * (1 - hit), 0)
-                gain += reached
-                nodes = min(round(self.wide[width] * depth), self.nodes) * self.requests
-                arm = (depth, width) if self.whole else self.arms[-1]
-                if arm in self.arms:
-                    found.append((gain / (verify[nodes] + self.first + self.level[width] * (depth - 1)), arm))
-        return max(found)
-
-    def _average(self, nodes, seconds):
-        """The better of the first two rounds of a kind, then a running mean. The kind that is usual now keeps its cost and moves the base
-        instead: were both free, kinds that are rare would be left behind on another scale."""
-        known, count, relative = self.cost.get(nodes, 1e9), self.seen.get(nodes, 0), seconds / self.base
-        self.seen[nodes], self.use = count + 1, {n: 0.97 * use for n, use in self.use.items()}
-        self.use[nodes] = self.use.get(nodes, 0) + 1
-        if count < 2:
-            self.cost[nodes] = min(known, relative)
-        elif nodes == max(self.use, key=self.use.get):
-            self.base = toward(self.base, self.base * relative / known, 0.1)
-        else:
-            self.cost[nodes] = toward(known, relative, 1 / min(count, 32))
-        return self.cost[nodes]
-
-    def costs(self):
-        """Of verifying 0 ... requests * nodes nodes: a + b * n ** 0.66, as the distinct experts of n rows grow where they have been counted, by
-        least squares over the rounds seen; from there a count's own average counts the more the more often it was seen. They never fall."""
-        found = [(n, n**GROWTH, self.cost[n], min(self.seen[n], 32)) for n in sorted(self.cost.keys() - {PLAIN})]
-        weight = sum(w for *_, w in found) or 1
-        middle, mean = sum(w * x for _, x, _, w in found) / weight, sum(w * y for *_, y, w in found) / weight
-        spread = sum(w * (x - middle) ** 2 for _, x, _, w in found)
-        slope = max(sum(w * (x - middle) * y for _, x, y, w in found) / spread, 0) if spread else 0.1
-        table = [mean + slope * (n**GROWTH - middle) for n in range(self.requests * self.nodes + 1)]
-        for n, _, y, w in found:
-            table[n] += (y - table[n]) * w / (w + 16)
-        return list(accumulate(table, max))
-
-    def prices(self):
-        """Tokens that a round of 0 ... requests * nodes verified nodes must bring, its cost times the present tokens a cost, and a level's."""
-        rate = self.requests * self.gain / self.spent
-        return [rate * cost for cost in self.costs()], rate * self.level[self.arms[-1][1]]
 
 
 class Adaptive:

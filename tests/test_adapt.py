@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from minispec import Engine, MinispecError, SamplingParams, adapt, graphs
 from minispec import tree as trees
-from minispec.adapt import PLAIN, Adaptive, Curve
+from minispec.adapt import Adaptive
+from minispec.curve import PLAIN, Curve
 from minispec.kernels.prune import BINS, PRIOR, learn, prune, trim
 from minispec.speculate import Shape
 from minispec.tree import Tree
@@ -171,7 +172,7 @@ def test_whole_trees_are_those_that_pay(hits, row, best):
     assert best == max(rates, key=rates.get)
     for before in ([0.95] * 6, [0.3] * 6):
         curve = Curve(1, 24, ARMS, True)
-        for accept, rounds in ((chain(before), 200), (chain(hits, tree), 1500)):
+        for accept, rounds in ((chain(before), 200), (chain(hits, tree), 2400)):
             found = world(curve, rounds, true, accept, level=level)[2][-300:]
         assert max(set(found), key=found.count) == best and found.count(best) > 180, found
 

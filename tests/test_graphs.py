@@ -1,4 +1,7 @@
 """Rounds that are replayed: on the CPU a call stands for the graph, with the same tensors in place; ids and counts are the eager path's."""
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -151,3 +154,20 @@ def test_an_exact_forward_is_the_forward(pair):
     eager.runner.assemble.exact = True
     eager.runner.assemble.requests = None
     assert [one.ids for one in out] == [one.ids for one in eager.generate([[7, 301], [5, 6, 7]], GREEDY)]
+
+
+def test_a_closed_engine_holds_no_captured_round(checkpoints, monkeypatch):
+    """Of its own and of those that share its models: nccl would wait without end for a graph that holds one of its calls."""
+    monkeypatch.setattr(graphs, "record", record)
+    target = checkpoints.target()
+    engine = Engine(target, checkpoints.fitted(target, **DIALECTS["safeailab"]), max_batch=2)
+    runner = engine.runner
+    runner.graphs = graphs.Graphs(runner)
+    runner.graphs.warm(None)
+    plain = engine.plain()
+    plain.runner.graphs.warm(None)
+    kept = [weakref.ref(one) for found in (runner.graphs, plain.runner.graphs) for one in found.rounds.values()]
+    assert len(kept) == 4
+    engine.close()
+    gc.collect()            # of what stands for a graph here
+    assert not any(one() for one in kept)
