@@ -7,7 +7,7 @@ from minispec.kernels.tree import slots_at, slots_of
 
 def keep(states, rows, tokens, count, seats, buffer, following, counts, append=False):
     """In place: the states of an accepted path, in path order, the token after each, and their number, at each request's seat; append: behind
-    what lies there. What the capacity does not hold overwrites its last places (only seats that nobody reads get so far).
+    what lies there. What the capacity does not hold may overwrite its last places (only seats that nobody reads get so far).
 
     states [B, R, W] of a forward's rows; rows, tokens int64 [B, r]: the path, and what follows each of its rows; count, seats int64 [B];
     buffer [seats, capacity, W], following int64 [seats, capacity], counts int64 [seats].
@@ -24,17 +24,14 @@ def keep(states, rows, tokens, count, seats, buffer, following, counts, append=F
 
 
 def keep_ref(states, rows, tokens, count, seats, buffer, following, counts, append=False):
-    size = rows.shape[1]
     if append:      # one by one: of one state, which it is, that takes a third of what advanced indexing takes
         for b, seat in enumerate(seats.tolist()):
-            for j, row in enumerate(rows[b].tolist()):
-                at = min(counts[seat].item() + j, buffer.shape[1] - 1)
-                buffer[seat, at], following[seat, at] = states[b, row], tokens[b, j]
+            for row, token, at in zip(rows[b].tolist(), tokens[b], range(counts[seat].item(), buffer.shape[1])):
+                buffer[seat, at], following[seat, at] = states[b, row], token
             counts[seat] += count[b]
-        return
-    buffer[seats, :size] = states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
-    following[seats, :size] = tokens
-    counts[seats] = count
+    else:
+        buffer[seats, :rows.shape[1]] = states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
+        following[seats, :rows.shape[1]], counts[seats] = tokens, count
 
 
 def unread(following, count, seats, length, size, table, page_size):
