@@ -126,7 +126,7 @@ def main():
         result = {"command": " ".join(sys.orig_argv[1:]), "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
                   query: clocks(), "ceilings": ceilings(), "bits": check_bits() if not options.only else None}
         print(result["ceilings"], flush=True)
-        cases = itertools.chain(commit_cases(), head_cases(), attention_cases(), moe_cases(), linear_cases())
+        cases = itertools.chain(attention_cases(), linear_cases(), moe_cases(), head_cases(), commit_cases())
         result["rows"] = []
         for case in cases:
             if options.only in case.name:
