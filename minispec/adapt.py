@@ -58,7 +58,7 @@ class Adaptive:
         chains = sorted({shape.steps, *(n for n in LEVELS if n < shape.steps)})
         self.arms = list(dict.fromkeys([(1, 1), *((n, 1) for n in chains), (shape.steps, shape.topk)]))
         self.trust = torch.zeros(2, shape.steps, BINS, device=device)
-        self.curves, self.budgets, self.newest, self.forced = {}, {}, None, True
+        self.curves, self.budgets, self.newest, self.forced, self.seen, self.ahead = {}, {}, None, True, None, (None, None)
 
     def budget(self, size):
         """size: places of a batch."""
@@ -73,6 +73,13 @@ class Adaptive:
 
         captured: whether it is a CUDA graph; requests: who is in it, oldest first: a new one is worth a probe.
         """
+        found, self.ahead = self.ahead, (None, None)
+        if found[0] == (captured, size, requests):
+            return found[1]
+        if found[0]:                    # nobody carries it out
+            self.curves[found[0][:2]].probed = False
+        if not captured:
+            self._settle()
         if (captured, size) not in self.curves:
             whole = captured or self.device.type != "cpu"
             self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else self.arms[-1:], whole)
@@ -86,14 +93,25 @@ class Adaptive:
         if not (forced or self.forced) and curve.age % REFRESH:
             return [depth, width]
         price, level = curve.prices() if nodes is None else ([0.0] * (nodes + 1) + [NEVER] * (size * curve.nodes - nodes), 0.0)
-        if nodes is None and curve.interval:
-            price[0] = NEVER            # a probe that verifies nothing learns nothing
+        if nodes is None and (curve.interval or curve.whole):
+            price[0] = NEVER            # what verifies nothing learns nothing
         return [depth, width, price, level]
 
-    def saw(self, captured, size, *round):
-        """Of a round that was planned: Curve.saw."""
+    def saw(self, captured, size, requests, *round):
+        """Of a round that was planned, as Curve.saw: taken in before the next plan, or while the next captured round runs (`meanwhile`)."""
+        self.seen = captured, size, requests, round
+
+    def _settle(self):
+        """-> who was in the round that was taken in now, if any."""
+        (captured, size, requests, round), self.seen = self.seen or (None,) * 4, None
         if (captured, size) in self.curves:
             self.curves[captured, size].saw(*round)
+            return captured, size, requests
+
+    def meanwhile(self):
+        """What the host does while a GPU runs a round: takes in the one before and plans the next, for the same requests."""
+        if kind := self._settle():
+            self.ahead = kind, self.plan(*kind)
 
     @torch.inference_mode()
     def follow(self, size, plan):

@@ -34,6 +34,7 @@ class Curve:
         self.hits, self.tries, self.missed, self.wide = [0.6] * self.steps, [SHORT] * self.steps, [1.4, 2.0], {1: 1.0, topk: 1.0}
         self.gain, self.spent, self.drafted, self.age, self.arm = 1.0, 1.0, 0, 0, arms[-1]
         self.rest, self.interval, self.last = 0, 0, 4         # plain rounds to come, between two probes, and when it last came back
+        self.probed = False         # a probe's round is not seen yet
 
     def __call__(self):
         """The next round: levels to draft, 0 for a plain round; children a node; nodes to try, or None for as many as the prices say."""
@@ -42,7 +43,8 @@ class Curve:
         if self.rest:
             return 0, 0, 0
         if self.interval:
-            return 1, 1, None           # a probe: cheap, and it shows whether the text has changed
+            waits, self.probed = self.probed, True
+            return (0, 0, 0) if waits else (1, 1, None)     # a probe: cheap, and it shows whether the text has changed
         if self.whole and self.drafted % OTHER == 0:        # what shorter chains are worth longer ones tell too
             place, tree = self.arms.index(self.arm), self.drafted // OTHER % 2
             return *self.arms[max(len(self.arms) - 2, 0) if self.arm == self.arms[-1] else -1 if tree else place + 1], None
@@ -64,7 +66,7 @@ class Curve:
         if not depth:
             self.rest = max(self.rest - 1, 0)
             return
-        self.drafted += 1
+        self.drafted, self.probed = self.drafted + 1, False
         share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
         if nodes:
             self.wide[width] += (nodes / (depth * self.requests) - self.wide[width]) * share

@@ -53,8 +53,9 @@ class Round:
         return publish(path.count, path.tokens, path.valid, self.state)
 
     @torch.inference_mode()
-    def __call__(self, requests, assemble):
-        """Replay for these requests -> [count, tokens ..., rows verified] of each. Nothing is uploaded where the last replay was theirs too."""
+    def __call__(self, requests, assemble, meanwhile):
+        """Replay for these requests -> [count, tokens ..., rows verified] of each. Nothing is uploaded where the last replay was theirs too.
+        meanwhile: called while the GPU works."""
         if self.members != [(request, request.length) for request in requests]:
             now, count = assemble(requests), len(requests)
             self.state.copy_(self.idle)
@@ -63,6 +64,7 @@ class Round:
             self.table[:count, :now.table.shape[1]] = now.table
             self.sampling.temperature[:count], self.sampling.seed[:count] = now.sampling.temperature, now.sampling.seed
         self.replay()
+        meanwhile()
         if self.table.is_cuda:
             torch.cuda.current_stream(self.table.device).synchronize()
         out = self.out[:len(requests)].tolist()
@@ -105,6 +107,6 @@ class Graphs:
             self.rounds[kind] = Round(self.runner, *kind[:2], self.pool, *kind[2:])
         return self.rounds[kind]
 
-    def __call__(self, requests, *arm):
+    def __call__(self, requests, meanwhile, *arm):
         sampled = any(request.params.temperature > 0 for request in requests)
-        return self.round(self.size(len(requests)), sampled, *arm)(requests, self.runner.assemble)
+        return self.round(self.size(len(requests)), sampled, *arm)(requests, self.runner.assemble, meanwhile)

@@ -123,7 +123,8 @@ class Runner:
             for request in requests:
                 request.draft_length = request.length - 1
         if captured:
-            out = self.graphs(requests, *(plan[:2] if self.adaptive else (self.shape.steps, self.shape.topk)))
+            arm, meanwhile = (plan[:2], self.adaptive.meanwhile) if self.adaptive else ((self.shape.steps, self.shape.topk), lambda: None)
+            out = self.graphs(requests, meanwhile, *arm)
             found, rows = (out, [None] * len(requests)), sum(one[-1] for one in out)
         else:
             path = self.speculator.round(self.assemble(requests), budget)
@@ -132,7 +133,7 @@ class Runner:
             inside = drafts and self.device.type == "cpu" and not captured
             depth, *parts = (budget.grown, self.speculator.drafting, budget.took) if inside else plan[:1]
             emitted = [count for (count, *_), request in zip(found[0], requests) if request.room > depth]
-            self.adaptive.saw(captured, size, depth, drafts and plan[1], rows - len(requests), emitted, perf_counter() - began, *parts)
+            self.adaptive.saw(captured, size, requests, depth, drafts and plan[1], rows - len(requests), emitted, perf_counter() - began, *parts)
         for request in requests if drafts else ():
             request.draft_length = request.length
         self._check(requests, found)
