@@ -82,7 +82,7 @@ class Adaptive:
             self._settle()
         if (captured, size) not in self.curves:
             whole = captured or self.device.type != "cpu"
-            self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else self.arms[-1:], whole)
+            self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else [(self.shape.steps, 1), self.arms[-1]], whole)
         curve, newest = self.curves[captured, size], id(requests[-1])
         if curve.rest and newest != self.newest:
             curve.rest = 0

@@ -5,7 +5,7 @@ PLAIN = -1          # where others say how many nodes a round verified
 LONG, SHORT = 32, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
 PROBE = 128         # plain rounds between two probes at most, from 8 on
 REFRESH = 4         # rounds between two looks at the prices
-OTHER = 32          # whole rounds between two that draft another tree than seems to pay
+OTHER = 32          # rounds between two that draft otherwise than seems to pay
 GROWTH = 0.66       # distinct experts of n rows, where they have been counted, are about n ** 0.66 times one row's
 
 
@@ -20,8 +20,8 @@ class Curve:
     rounds with all levels before accepted in which a chain has this one accepted too, of which a tree misses `ratio` times as many; gain,
     spent: tokens a request and cost of a drafted round.
 
-    arms: (levels, children tried a node) that can be asked for, (1, 1) first, the largest tree last. whole: a tree has all levels that it
-    was asked for, and the host cannot look inside; else there is one arm besides the probe, and the draft ends where it does not promise
+    arms: (levels, children tried a node) that can be asked for, the largest tree last. whole: a tree has all levels that it was asked for,
+    and the host cannot look inside; else the arms are a chain and a tree of the most levels, and the draft ends where it does not promise
     enough and says what it took.
     """
 
@@ -45,7 +45,7 @@ class Curve:
         if self.interval:
             waits, self.probed = self.probed, True
             return (0, 0, 0) if waits else (1, 1, None)     # a probe: cheap, and it shows whether the text has changed
-        if self.whole and self.drafted % OTHER == 0:        # what shorter chains are worth longer ones tell too
+        if self.drafted % OTHER == 0:       # what shorter chains are worth longer ones tell too
             place, tree = self.arms.index(self.arm), self.drafted // OTHER % 2
             return *self.arms[max(len(self.arms) - 2, 0) if self.arm == self.arms[-1] else -1 if tree else place + 1], None
         return *self.arm, None
@@ -73,7 +73,7 @@ class Curve:
         self.spent += (cost + drafting / self.base - self.spent) * share
         if counts:
             self.gain += (sum(counts) / len(counts) - self.gain) * share
-        ratio, other = 1.0 if width == 1 else self.ratio, self.whole and not self.interval and (width == 1) != (self.arm[1] == 1)
+        ratio, other = 1.0 if width == 1 else self.ratio, not self.interval and (width == 1) != (self.arm[1] == 1)
         for count in counts:
             for k in range(min(count, depth, nodes)):
                 miss, expected = count == k + 1, 1 - self.hits[k]
@@ -90,7 +90,7 @@ class Curve:
 
     @property
     def ratio(self):
-        return self.missed[0] / self.missed[1] if self.whole else 1.0
+        return self.missed[0] / self.missed[1]
 
     def _try(self, depth, width, nodes, seconds):
         """One of the rounds that begin a batch size; the first level of whole ones counts as one more, the last trial tells what it costs."""
@@ -136,7 +136,7 @@ class Curve:
                 reached *= hit if width == 1 else max(1 - self.ratio * (1 - hit), 0)
                 gain += reached
                 nodes = min(round(self.wide[width] * depth), self.nodes) * self.requests
-                arm = (depth, width) if self.whole else self.arms[-1]
+                arm = (depth if self.whole else self.steps, width)
                 if arm in self.arms:
                     found.append((gain / (verify[nodes] + self.first + self.level[width] * (depth - 1)), arm))
         return max(found)
@@ -171,4 +171,4 @@ class Curve:
     def prices(self):
         """Tokens that a round of 0 ... requests * nodes verified nodes must bring, its cost times the present tokens a cost, and a level's."""
         rate = self.requests * self.gain / self.spent
-        return [rate * cost for cost in self.costs()], rate * self.level[self.arms[-1][1]]
+        return [rate * cost for cost in self.costs()], rate * self.level[self.arm[1]]

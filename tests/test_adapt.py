@@ -140,7 +140,7 @@ def chain(hits, tree=None):
 @pytest.mark.parametrize("speed", [lambda i: 1.0, lambda i: 1.0 if i < 100 else 2.5], ids=["steady", "slower from round 100 on"])
 def test_prices_are_the_costs(speed):
     """In tokens: the costs times the tokens a second, whatever the machine's speed, and never falling."""
-    curve, true = Curve(1, 15, [(6, 4)], False), lambda n: 1 + 0.2 * n**0.6
+    curve, true = Curve(1, 15, ARMS[-2:], False), lambda n: 1 + 0.2 * n**0.6
     world(curve, 2000, true, lambda *_: 3, level=0.02, speed=speed, wanted=lambda g: g.choice([1, 2, 3, 3, 4, 6, 6, 8, 10]))
     price, _ = curve.prices()
     rate = curve.gain / (curve.spent / curve.cost[3] * true(3))
@@ -151,10 +151,10 @@ def test_prices_are_the_costs(speed):
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_worthless_draft_costs_little_and_may_come_back(whole):
     """Plain rounds when no draft token is accepted: under 1 % lost, probes included; when the draft is good again, drafting within 128."""
-    curve, true = Curve(1, 15, ARMS if whole else ARMS[-1:], whole), lambda n: 1 + 0.3 * (n > 0) + 0.05 * n
+    curve, true = Curve(1, 15, ARMS if whole else ARMS[-2:], whole), lambda n: 1 + 0.3 * (n > 0) + 0.05 * n
     world(curve, 60, true, chain([0] * 6))
     tokens, seconds, depths = world(curve, 1000, true, chain([0] * 6))
-    assert 6 < sum(map(bool, depths)) < 25 and set(depths) == {0, (1, 1)} and tokens / seconds > 0.99
+    assert 6 < sum(map(bool, depths)) < 25 and depths.count((1, 1)) > 6 and tokens / seconds > 0.99
     assert sum(map(bool, world(curve, 200, true, chain([0.9] * 6), wanted=lambda g: 6)[2])) > 60 and curve.interval == 0
     assert sum(map(bool, world(curve, 300, true, chain([0.8, 0.8, 0.6, 0.6, 0, 0]), wanted=lambda g: 4)[2])) > 290      # 1.5 times plain: it stays
 
