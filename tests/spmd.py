@@ -45,9 +45,9 @@ def told(target, draft, prompts=PROMPTS, **options):
     """What an engine says: outputs of free and of held requests, scores, and its hidden buffer."""
     with Engine(target, draft, **options) as engine:
         free = engine.generate(prompts, FREE)
-        kept = engine.hidden.states[:-1].clone()
+        kept = engine.hidden.states[:-1].to("cpu", copy=True)
         held, score = engine.generate(prompts[:2], HELD), engine.score(prompts[2])
-        return {"free": free, "held": held, "hidden": kept, "logits": score.logits, "states": score.states}
+        return {"free": free, "held": held, "hidden": kept, "logits": score.logits.cpu(), "states": score.states.cpu()}
 
 
 def heads(ranks, width=6, vocab=10):
