@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from minispec.kernels import head
 from minispec.kernels.choose import Sampling
 from minispec.kernels.draft_logits import draft_logits
 from minispec.kernels.moe import moe
@@ -143,3 +144,11 @@ def test_draft_logits_of_nan_are_distinct_and_never_above_zero():
     sampling = Sampling.build([SamplingParams()], [[1]], [[]], 50)
     tokens, logp = draft_logits(torch.full((1, 1, 4), float("nan")), torch.ones(9, 4), None, 5, sampling, torch.zeros(1, 1, dtype=torch.int64))
     assert len(set(tokens.flatten().tolist())) == 5 and (logp == -torch.inf).all()
+
+
+def test_keys_that_never_came_name_a_row():
+    """A shard whose part a broken collective did not deliver, -1 all over, sends no index astray, and the choice is not finite."""
+    parts = torch.full((1, 2, 2 * (2 * 3 + 1)), -1)
+    for ids in (None, torch.arange(5)):
+        rows, logp, finite = head.merge_topk(parts, ids, 3)
+        assert rows.tolist() == [[[0, 0, 0]] * 2] and not finite.any() and (logp == -torch.inf).all()
