@@ -10,6 +10,9 @@ from minispec.kernels.choose import Sampling
 from minispec.params import SamplingParams
 
 
+READ = -1           # levels of what only lets the draft read
+
+
 def record(run, device, pool):
     """`run` as a CUDA graph: (replay, what run returned, in host memory, written anew by every replay). Its first calls compile, outside of
     the capture. The copy is a part of the graph: a call of its own takes 10 us of the host's."""
@@ -25,50 +28,76 @@ def record(run, device, pool):
     return graph.replay, host
 
 
-class Round:
-    """One captured round for up to `size` requests.
+class Places:
+    """Who is in the captured rounds of up to `size` requests, greedy or sampled: what all of these rounds read, so that one follows another
+    with nothing uploaded.
 
-    table int64 [size, pages] and state int64 [5, size] (length, pending, room, seat, alive) are read and, but for the table and the seats,
-    advanced by every replay. steps, topk: levels drafted, children a node; no levels in a plain round of an adaptive shape, which leaves
-    states for the draft to read later. A place without a request is not alive: it computes on the dump page and in the hidden buffer's last
-    seat, its room of 1 lets no node count, and its length stays. out int64 [size, R + 2] is what the host reads: count, emitted tokens,
-    rows verified.
+    table int64 [size, pages] and state int64 [5, size] (length, pending, room, seat, alive); every round advances length, pending and room. A
+    place without a request is not alive: it computes on the dump page and in the hidden buffer's last seat, its room of 1 lets no node count,
+    and its length stays.
     """
 
-    @torch.inference_mode()
-    def __init__(self, runner, size, sampled, pool, steps, topk=1):
-        device, scratch = runner.device, runner.shape.scratch
-        self.members = []       # (request, the length at which this round left it): what table and state are about
-        self.table = torch.zeros(size, runner.pages.needed(runner.max_length + scratch), dtype=torch.int64, device=device)
+    def __init__(self, runner, size, sampled):
+        self.assemble, device = runner.assemble, runner.device
+        self.table = torch.zeros(size, runner.pages.needed(runner.max_length + runner.shape.scratch), dtype=torch.int64, device=device)
         self.idle = torch.tensor([1, 0, 1, runner.max_batch, 0], device=device)[:, None].expand(-1, size)
         self.state = self.idle.clone()
         params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
         self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, runner.target_config.vocab_size, device)
-        batch = Batch(self.table, runner.pages.page_size, *self.state[:4], runner.max_length, runner.shape.nodes + 1, self.sampling, runner.exact)
-        budget = replace(runner.adaptive.budget(size), steps=steps, topk=topk) if steps and runner.adaptive else None
-        self.replay, self.out = record(partial(self._round, runner.speculator, batch, budget), device, pool)
+        self.members = []       # (request, the length at which the last round left it)
+
+    def clear(self):
+        self.state.copy_(self.idle)
+        self.table.zero_()
+        self.members = []
+
+    def seat(self, requests):
+        """Nothing is uploaded where the last round was theirs too."""
+        if self.members != [(request, request.length) for request in requests]:
+            now, count = self.assemble(requests), len(requests)
+            self.clear()
+            self.state[:, :count] = torch.stack([now.length, now.pending, now.room, now.seats, torch.ones_like(now.length)])
+            self.table[:count, :now.table.shape[1]] = now.table
+            self.sampling.temperature[:count], self.sampling.seed[:count] = now.sampling.temperature, now.sampling.seed
+            self.members = [(request, request.length) for request in requests]
+
+
+class Round:
+    """One captured round. steps, topk: levels drafted, children a node; no levels in a plain round of an adaptive shape, which leaves states
+    for the draft to read later; READ: the draft reads what waits, nothing else. out int64 [size, R + 2] is what the host reads: count,
+    emitted tokens, rows verified."""
+
+    @torch.inference_mode()
+    def __init__(self, runner, places, pool, steps, topk=1):
+        self.places, speculator, adaptive = places, runner.speculator, runner.adaptive
+        places.clear()          # the rounds that come before the capture shall be nobody's
+        unread = runner.shape.unread if steps == READ else runner.shape.nodes + 1
+        batch = Batch(places.table, runner.pages.page_size, *places.state[:4], runner.max_length, unread, places.sampling, runner.exact)
+        budget = replace(adaptive.budget(len(places.table)), steps=steps, topk=topk) if steps > 0 and adaptive else None
+        run = partial(self._read, speculator, batch) if steps == READ else partial(self._round, speculator, batch, budget)
+        self.replay, self.out = record(run, runner.device, pool)
 
     def _round(self, speculator, batch, budget):
         path = speculator.round(batch, budget)
-        return publish(path.count, path.tokens, path.valid, self.state)
+        return publish(path.count, path.tokens, path.valid, self.places.state)
+
+    def _read(self, speculator, batch):
+        speculator.catch_up(batch)
+        return self.places.state.clone()
 
     @torch.inference_mode()
-    def __call__(self, requests, assemble, meanwhile):
-        """Replay for these requests -> [count, tokens ..., rows verified] of each. Nothing is uploaded where the last replay was theirs too.
-        meanwhile: called while the GPU works."""
-        if self.members != [(request, request.length) for request in requests]:
-            now, count = assemble(requests), len(requests)
-            self.state.copy_(self.idle)
-            self.state[:, :count] = torch.stack([now.length, now.pending, now.room, now.seats, torch.ones_like(now.length)])
-            self.table.zero_()
-            self.table[:count, :now.table.shape[1]] = now.table
-            self.sampling.temperature[:count], self.sampling.seed[:count] = now.sampling.temperature, now.sampling.seed
+    def start(self, requests):
+        self.places.seat(requests)
         self.replay()
+
+    def __call__(self, requests, meanwhile):
+        """Replay for these requests -> [count, tokens ..., rows verified] of each. meanwhile: called while the GPU works."""
+        self.start(requests)
         meanwhile()
-        if self.table.is_cuda:
-            torch.cuda.current_stream(self.table.device).synchronize()
+        if self.places.table.is_cuda:
+            torch.cuda.current_stream(self.places.table.device).synchronize()
         out = self.out[:len(requests)].tolist()
-        self.members = [(request, request.length + count) for request, (count, *_) in zip(requests, out)]
+        self.places.members = [(request, request.length + count) for request, (count, *_) in zip(requests, out)]
         return out
 
 
@@ -76,7 +105,7 @@ class Graphs:
     """Rounds by batch size, powers of two up to max_batch, greedy or sampled; `fits` tells which requests can be in one."""
 
     def __init__(self, runner):
-        self.runner, self.rounds = runner, {}
+        self.runner, self.places, self.rounds = runner, {}, {}
         self.pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None    # one for all: a replay's result is read at once
 
     @staticmethod
@@ -91,7 +120,7 @@ class Graphs:
         """Capture every greedy size now, so that no request pays for it. progress(done, total, what)."""
         sizes = {self.size(count) for count in range(1, self.runner.max_batch + 1)}
         shape, adaptive = self.runner.shape, self.runner.adaptive
-        arms = [(0,), *adaptive.arms] if adaptive else [(shape.steps, shape.topk)]
+        arms = [(0,), (READ,), *adaptive.arms] if adaptive else [(shape.steps, shape.topk)]
         rounds = [(size, *arm) for size in sorted(sizes) for arm in arms]
         for done, (size, *arm) in enumerate(rounds, 1):
             self.round(size, False, *arm)
@@ -103,10 +132,13 @@ class Graphs:
 
     def round(self, *kind):
         """kind: size, sampled, steps, topk."""
+        places = kind[:2]
+        if places not in self.places:
+            self.places[places] = Places(self.runner, *places)
         if kind not in self.rounds:
-            self.rounds[kind] = Round(self.runner, *kind[:2], self.pool, *kind[2:])
+            self.rounds[kind] = Round(self.runner, self.places[places], self.pool, *kind[2:])
         return self.rounds[kind]
 
-    def __call__(self, requests, meanwhile, *arm):
-        sampled = any(request.params.temperature > 0 for request in requests)
-        return self.round(self.size(len(requests)), sampled, *arm)(requests, self.runner.assemble, meanwhile)
+    def of(self, requests, *arm):
+        """The round for these requests. arm: steps, topk."""
+        return self.round(self.size(len(requests)), any(request.params.temperature > 0 for request in requests), *arm)

@@ -10,7 +10,7 @@ from minispec.batch import Assembler
 from minispec.cache import Cache
 from minispec.device import available, plan, size, weight_bytes, workspace
 from minispec.draft import Draft, kv_shape
-from minispec.graphs import Graphs
+from minispec.graphs import READ, Graphs
 from minispec.hidden import HiddenBuffer
 from minispec.pages import Pages
 from minispec.ranks import CHECK
@@ -119,12 +119,12 @@ class Runner:
         budget = self.adaptive and self.adaptive.follow(size, plan)
         drafts = budget is not None or not self.adaptive
         if self.adaptive and max(r.length - r.draft_length for r in requests) >= (self.shape.nodes + 2 if captured and drafts else self.shape.unread):
-            self.speculator.catch_up(self.assemble(requests))
+            self.graphs.of(requests, READ).start(requests) if captured else self.speculator.catch_up(self.assemble(requests))
             for request in requests:
                 request.draft_length = request.length - 1
         if captured:
             arm, meanwhile = (plan[:2], self.adaptive.meanwhile) if self.adaptive else ((self.shape.steps, self.shape.topk), lambda: None)
-            out = self.graphs(requests, meanwhile, *arm)
+            out = self.graphs.of(requests, *arm)(requests, meanwhile)
             found, rows = (out, [None] * len(requests)), sum(one[-1] for one in out)
         else:
             path = self.speculator.round(self.assemble(requests), budget)

@@ -244,14 +244,19 @@ def test_a_random_draft_is_left_alone(checkpoints, costs):
         assert 0 < sum(rows > 0 for rows in late) < 0.1 * len(late) and read and set(read) == {32}
 
 
-@pytest.mark.parametrize("rest", [1, 5, 31, 32, 40])
-def test_the_draft_comes_back_as_if_it_had_never_left(rest, checkpoints, costs):
+@pytest.mark.parametrize("rest, captured", [(1, False), (5, False), (31, False), (32, False), (40, False), (5, True), (17, True), (40, True)])
+def test_the_draft_comes_back_as_if_it_had_never_left(rest, captured, checkpoints, costs, monkeypatch):
     """After plain rounds the draft's cache is that of one that read every state: what it accepts then is what it accepts from a fresh prompt."""
     target = checkpoints.target()
     costs(0.0, 0.0)
     with Engine(target, checkpoints.fitted(target, **DIALECTS["nvidia"]), **AUTO) as engine:
+        if captured:
+            monkeypatch.setattr(graphs, "record", record)
+            monkeypatch.setattr(trees, "trim", lambda laid, *_: laid)
+            monkeypatch.setattr(adapt.Budget, "enough", lambda *_: False)
+            engine.runner.graphs = graphs.Graphs(engine.runner)
         engine.generate(PROMPTS[2], GREEDY)
-        curve = engine.runner.adaptive.curves[False, 1]
+        curve = engine.runner.adaptive.curves[captured, 1]
         left, engine.runner.adaptive.trust[:] = [rest], 0
 
         def planned():
