@@ -55,10 +55,9 @@ class Adaptive:
 
     def __init__(self, shape, device):
         self.shape, self.device = shape, device
-        chains = sorted({shape.steps, *(n for n in LEVELS if n < shape.steps)})
-        self.arms = list(dict.fromkeys([(1, 1), *((n, 1) for n in chains), (shape.steps, shape.topk)]))
+        self.arms = list(dict.fromkeys([*((n, 1) for n in (*LEVELS, shape.steps) if n <= shape.steps), (shape.steps, shape.topk)]))
         self.trust = torch.zeros(2, shape.steps, BINS, device=device)
-        self.curves, self.budgets, self.newest, self.forced, self.seen, self.ahead = {}, {}, None, True, None, (None, None)
+        self.curves, self.budgets, self.newest, self.usual, self.seen, self.ahead = {}, {}, None, None, None, (None, None)
 
     def budget(self, size):
         """size: places of a batch."""
@@ -73,45 +72,46 @@ class Adaptive:
 
         captured: whether it is a CUDA graph; requests: who is in it, oldest first: a new one is worth a probe.
         """
-        found, self.ahead = self.ahead, (None, None)
-        if found[0] == (captured, size, requests):
-            return found[1]
-        if found[0]:                    # nobody carries it out
-            self.curves[found[0][:2]].probed = False
-        if not captured:
-            self._settle()
+        kind, (planned, plan), self.ahead = (captured, size, requests), self.ahead, (None, None)
+        if planned == kind:
+            return plan
+        self.usual = None if planned else self.usual           # nobody carries it out
+        self._settle()
+        return self._plan(*kind)
+
+    def _plan(self, captured, size, requests):
         if (captured, size) not in self.curves:
             whole = captured or self.device.type != "cpu"
             self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else [(self.shape.steps, 1), self.arms[-1]], whole)
-        curve, newest = self.curves[captured, size], id(requests[-1])
-        if curve.rest and newest != self.newest:
+        curve = self.curves[captured, size]
+        if requests[-1] is not self.newest:
             curve.rest = 0
-        self.newest, (depth, width, nodes) = newest, curve()
+        self.newest, (depth, width, nodes) = requests[-1], curve()
         if not depth:
             return [0]
-        forced, self.forced = self.forced, nodes is not None or curve.interval > 0
-        if not (forced or self.forced) and curve.age % REFRESH:
+        usual, self.usual = self.usual, (captured, size) if nodes is None else None
+        if self.usual and usual == self.usual and curve.age % REFRESH:
             return [depth, width]
-        price, level = curve.prices() if nodes is None else ([0.0] * (nodes + 1) + [NEVER] * (size * curve.nodes - nodes), 0.0)
-        if nodes is None and (curve.interval or curve.whole):
+        price, level = curve.prices(len(requests)) if nodes is None else ([0.0] * (nodes + 1) + [NEVER] * (size * curve.nodes - nodes), 0.0)
+        if nodes is None and curve.whole:
             price[0] = NEVER            # what verifies nothing learns nothing
         return [depth, width, price, level]
 
-    def saw(self, captured, size, requests, *round):
-        """Of a round that was planned, as Curve.saw: taken in before the next plan, or while the next captured round runs (`meanwhile`)."""
-        self.seen = captured, size, requests, round
+    def saw(self, *round):
+        """Of a round that was planned: its batch size's key, and as Curve.saw. Taken in before the next plan is made."""
+        self.seen = round
 
     def _settle(self):
-        """-> who was in the round that was taken in now, if any."""
-        (captured, size, requests, round), self.seen = self.seen or (None,) * 4, None
+        (captured, size, *round), self.seen = self.seen or (None, None), None
         if (captured, size) in self.curves:
             self.curves[captured, size].saw(*round)
-            return captured, size, requests
 
-    def meanwhile(self):
-        """What the host does while a GPU runs a round: takes in the one before and plans the next, for the same requests."""
-        if kind := self._settle():
-            self.ahead = kind, self.plan(*kind)
+    def meanwhile(self, captured, size, requests):
+        """What rank 0 does while a GPU runs a round: takes in the one before and plans the next, for the same requests; not while costs are
+        tried, each of which is seen before the next."""
+        self._settle()
+        if (captured, size) in self.curves and not self.curves[captured, size].trials:
+            self.ahead = (captured, size, requests), self._plan(captured, size, requests)
 
     @torch.inference_mode()
     def follow(self, size, plan):
@@ -120,6 +120,7 @@ class Adaptive:
             return None
         budget = self.budget(size)
         budget.steps, budget.topk, *more = plan
+        budget.took = 0.0
         if more:
             price, budget.level = more
             budget.price.copy_(torch.tensor(price))

@@ -31,10 +31,10 @@ class Curve:
         self.first, self.level, self.whole_round = 0.0, dict.fromkeys({1, topk}, 0.0), {}
         tried = [(*arms[-1], n) for n in (self.steps, 1, 3, 10)] + [(0, 0, 0)] + [(1, 1, 1), (self.steps, 1, 1)] * whole
         self.trials = [(depth, width, min(n, nodes) * requests) for depth, width, n in tried] * 2
-        self.hits, self.tries, self.missed, self.wide = [0.6] * self.steps, [SHORT] * self.steps, [1.4, 2.0], {1: 1.0, topk: 1.0}
+        self.hits, self.tries, self.missed, self.wide = [0.6] * self.steps, [SHORT] * self.steps, [0.0, 0.0], {1: 1.0, topk: 1.0}
         self.gain, self.spent, self.drafted, self.age, self.arm = 1.0, 1.0, 0, 0, arms[-1]
-        self.rest, self.interval, self.last = 0, 0, 4         # plain rounds to come, between two probes, and when it last came back
-        self.probed = False         # a probe's round is not seen yet
+        # plain rounds to come, between two probes, and when it last came back; whether a probe's round is not seen yet
+        self.rest, self.interval, self.last, self.probed = 0, 0, 4, False
 
     def __call__(self):
         """The next round: levels to draft, 0 for a plain round; children a node; nodes to try, or None for as many as the prices say."""
@@ -43,8 +43,8 @@ class Curve:
         if self.rest:
             return 0, 0, 0
         if self.interval:
-            waits, self.probed = self.probed, True
-            return (0, 0, 0) if waits else (1, 1, None)     # a probe: cheap, and it shows whether the text has changed
+            waits, self.probed = self.probed, not self.probed
+            return (0, 0, 0) if waits else (1, 1, self.requests)     # a probe: cheap, and it shows whether the text has changed
         if self.drafted % OTHER == 0:       # what shorter chains are worth longer ones tell too
             place, tree = self.arms.index(self.arm), self.drafted // OTHER % 2
             return *self.arms[max(len(self.arms) - 2, 0) if self.arm == self.arms[-1] else -1 if tree else place + 1], None
@@ -57,31 +57,29 @@ class Curve:
         self.base = self.base or seconds
         if self.whole and depth:
             drafting = (self.first + self.level[width] * (depth - 1)) * self.base
-        elif level:
-            self.level[width] = toward(self.level[width], level / self.base, 1 / 16)
+        elif depth:
+            self.level[width] = toward(self.level[width], level / self.base, 1 / 16) if level else self.level[width]
             self.first = toward(self.first, max(drafting / self.base - self.level[width] * (depth - 1), self.first / 2), 1 / 16)
         if self.trials:
             return self._try(depth, width, nodes, seconds - drafting)
-        cost = self._average(nodes if depth else PLAIN, seconds - drafting)
+        cost = self._average(nodes if depth else PLAIN, max(seconds - drafting, 0.1 * self.base))
         if not depth:
             self.rest = max(self.rest - 1, 0)
             return
         self.drafted, self.probed = self.drafted + 1, False
         share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
-        if nodes:
-            self.wide[width] += (nodes / (depth * self.requests) - self.wide[width]) * share
+        self.wide[width] += (nodes / (depth * self.requests) - self.wide[width]) * share * (nodes > 0)
         self.spent += (cost + drafting / self.base - self.spent) * share
-        if counts:
-            self.gain += (sum(counts) / len(counts) - self.gain) * share
+        self.gain += (sum(counts) / len(counts) - self.gain) * share if counts else 0
         ratio, other = 1.0 if width == 1 else self.ratio, not self.interval and (width == 1) != (self.arm[1] == 1)
         for count in counts:
-            for k in range(min(count, depth, nodes)):
+            for k in range(min(count, depth, -(-nodes // self.requests))):
                 miss, expected = count == k + 1, 1 - self.hits[k]
                 if not other:
                     self.tries[k] = min(self.tries[k] + 1, LONG)
                     share = max(1 / self.tries[k], 0.5 if self.interval else 0.25 if k >= self.arm[0] else 0)      # rare ones speak louder
                     found = self.hits[k] + (1 - miss / ratio - self.hits[k]) * share
-                    self.hits[k] = min(max(found, 0.0), 1.0)
+                    self.hits[k] = min(found, 1.0)
                 elif k < self.arm[0]:           # of levels that are known by the usual arm
                     seen = (self.ratio * expected, miss) if width == 1 else (miss, expected)
                     self.missed = [0.98 * known + new for known, new in zip(self.missed, seen)]
@@ -90,10 +88,10 @@ class Curve:
 
     @property
     def ratio(self):
-        return self.missed[0] / self.missed[1]
+        return (self.missed[0] + 1.4) / (self.missed[1] + 2)
 
     def _try(self, depth, width, nodes, seconds):
-        """One of the rounds that begin a batch size; the first level of whole ones counts as one more, the last trial tells what it costs."""
+        """One of the rounds that begin a batch size. Of whole ones the last tells what levels cost, the first as much as another."""
         del self.trials[0]
         if self.whole and depth:
             key = depth, width, nodes
@@ -114,28 +112,29 @@ class Curve:
 
     def _decide(self, accepted):
         """Go on with the arm that promises most, or rest; a probe of which something was accepted is worth another one at once."""
-        worth, self.arm = self.best()
-        worth = worth if self.whole or self.interval else self.gain / self.spent
+        worth, arm = self.best()
+        if not self.interval:
+            self.drafted = self.drafted if arm == self.arm else min(self.drafted, SHORT)
+            worth = min(worth if self.whole else 1e9, self.gain / self.spent)       # no promise that rounds do not keep
+        self.arm = arm
         # what is worse by less than a young average can tell goes on
         if 1 / self.cost.get(PLAIN, 1e9) > worth * (1 + (not self.interval) / self.drafted):
-            if not self.interval:       # it came back for nothing, or after long: as rare as before, or often
-                self.interval = self.rest = min(2 * self.last, PROBE) if self.drafted < LONG else 8
-            elif accepted:
+            if self.interval and accepted:
                 self.rest = 0
-            else:
-                self.interval = self.rest = min(2 * self.interval, PROBE)
+            else:       # what came back for nothing is probed half as often as before
+                self.interval = self.rest = min(2 * (self.interval or (self.last if self.drafted < LONG else 4)), PROBE)
         elif self.interval:
             self.last, self.interval, self.drafted = self.interval, 0, SHORT
 
     def best(self):
         """(tokens a cost, arm) of the arm that promises most; where the draft may end early, of any number of levels."""
         found, verify = [], self.costs()
-        for width in {width for _, width in self.arms}:
+        for width in {1} if self.interval else {width for _, width in self.arms}:
             reached, gain = 1.0, 1.0
             for depth, hit in enumerate(self.hits, 1):
-                reached *= hit if width == 1 else max(1 - self.ratio * (1 - hit), 0)
+                reached *= max(1 - (1 if width == 1 else self.ratio) * (1 - hit), 0)
                 gain += reached
-                nodes = min(round(self.wide[width] * depth), self.nodes) * self.requests
+                nodes = min(round(self.wide[width] * depth * self.requests), self.nodes * self.requests)
                 arm = (depth if self.whole else self.steps, width)
                 if arm in self.arms:
                     found.append((gain / (verify[nodes] + self.first + self.level[width] * (depth - 1)), arm))
@@ -168,7 +167,7 @@ class Curve:
             table[n] += (y - table[n]) * w / (w + 16)
         return list(accumulate(table, max))
 
-    def prices(self):
+    def prices(self, requests):
         """Tokens that a round of 0 ... requests * nodes verified nodes must bring, its cost times the present tokens a cost, and a level's."""
-        rate = self.requests * self.gain / self.spent
+        rate = requests * self.gain / self.spent
         return [rate * cost for cost in self.costs()], rate * self.level[self.arm[1]]

@@ -1,4 +1,4 @@
-"""A round as one CUDA graph: captured once per batch size, replayed with no word from the host until what was accepted is read."""
+"""A round as one CUDA graph, captured once per batch size and tree, replayed with no word from the host until what was accepted is read."""
 from dataclasses import replace
 from functools import partial
 
@@ -38,13 +38,12 @@ class Places:
     """
 
     def __init__(self, runner, size, sampled):
-        self.assemble, device = runner.assemble, runner.device
+        self.assemble, device, self.members = runner.assemble, runner.device, []       # (request, the length at which the last round left it)
         self.table = torch.zeros(size, runner.pages.needed(runner.max_length + runner.shape.scratch), dtype=torch.int64, device=device)
         self.idle = torch.tensor([1, 0, 1, runner.max_batch, 0], device=device)[:, None].expand(-1, size)
         self.state = self.idle.clone()
         params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
         self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, runner.target_config.vocab_size, device)
-        self.members = []       # (request, the length at which the last round left it)
 
     def clear(self):
         self.state.copy_(self.idle)

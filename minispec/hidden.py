@@ -30,7 +30,7 @@ class HiddenBuffer:
 
     def keep_last(self, batch):
         """The draft has read all but the last state of each request."""
-        last = (self.count[batch.seats] - 1).clamp(min=0)
+        last = (self.count[batch.seats] - 1).clamp(0, self.next.shape[1] - 1)
         for kept in (self.states, self.next):
             kept[batch.seats, 0] = kept[batch.seats, last]
         self.count[batch.seats] = self.count[batch.seats].clamp(max=1)

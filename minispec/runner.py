@@ -1,6 +1,8 @@
 """What one rank computes: the models, their caches, and the forwards of a step."""
 from copy import copy
+from functools import partial
 from time import perf_counter
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -73,7 +75,7 @@ class Runner:
             self.report.append(f"rank {ranks.rank} of {ranks.size} has read {size(read)}, experts {'whole' if ranks.expert_parallel else 'cut'}")
         self.adaptive = Adaptive(shape, device) if found and shape.adaptive else None
         self.graphs = Graphs(self) if cuda_graphs and device.type == "cuda" else None
-        self.shared, self.family = False, []            # family: Graphs of those that share the models
+        self.shared, self.family = False, WeakSet()            # family: Graphs of those that share the models
         if self.graphs:
             self.graphs.warm(progress)
 
@@ -88,11 +90,12 @@ class Runner:
         runner.speculator = Speculator(self.target, self.speculator.target_cache, runner.draft, self.draft_cache, runner.hidden, shape)
         runner.assemble, runner.graphs = copy(self.assemble), self.graphs and Graphs(runner)
         runner.shared = True
-        self.family.append(runner.graphs)
+        if runner.graphs:
+            self.family.add(runner.graphs)
         return runner
 
     def release(self):
-        """Captured rounds go: nccl ends a communicator only when no graph holds a call of it any more, and waits for that without end."""
+        """-> None. Captured rounds go: nccl ends a communicator only when no graph holds a call of it any more, and waits for that."""
         for graphs in filter(None, [self.graphs, *([] if self.shared else self.family)]):
             graphs.rounds.clear()
 
@@ -123,7 +126,8 @@ class Runner:
             for request in requests:
                 request.draft_length = request.length - 1
         if captured:
-            arm, meanwhile = (plan[:2], self.adaptive.meanwhile) if self.adaptive else ((self.shape.steps, self.shape.topk), lambda: None)
+            arm = plan[:2] if self.adaptive else (self.shape.steps, self.shape.topk)
+            meanwhile = partial(self.adaptive.meanwhile, captured, size, requests) if self.adaptive else lambda: None
             out = self.graphs.of(requests, *arm)(requests, meanwhile)
             found, rows = (out, [None] * len(requests)), sum(one[-1] for one in out)
         else:
@@ -133,7 +137,7 @@ class Runner:
             inside = drafts and self.device.type == "cpu" and not captured
             depth, *parts = (budget.grown, self.speculator.drafting, budget.took) if inside else plan[:1]
             emitted = [count for (count, *_), request in zip(found[0], requests) if request.room > depth]
-            self.adaptive.saw(captured, size, requests, depth, drafts and plan[1], rows - len(requests), emitted, perf_counter() - began, *parts)
+            self.adaptive.saw(captured, size, depth, drafts and plan[1], rows - len(requests), emitted, perf_counter() - began, *parts)
         for request in requests if drafts else ():
             request.draft_length = request.length
         self._check(requests, found)

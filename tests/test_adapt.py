@@ -142,21 +142,33 @@ def test_prices_are_the_costs(speed):
     """In tokens: the costs times the tokens a second, whatever the machine's speed, and never falling."""
     curve, true = Curve(1, 15, ARMS[-2:], False), lambda n: 1 + 0.2 * n**0.6
     world(curve, 2000, true, lambda *_: 3, level=0.02, speed=speed, wanted=lambda g: g.choice([1, 2, 3, 3, 4, 6, 6, 8, 10]))
-    price, _ = curve.prices()
+    price, _ = curve.prices(1)
     rate = curve.gain / (curve.spent / curve.cost[3] * true(3))
     assert price == sorted(price) and len(price) == 16
     assert [price[n] - price[1] for n in (3, 6, 10)] == pytest.approx([rate * (true(n) - true(1)) for n in (3, 6, 10)], rel=0.25)
 
 
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_worthless_draft_costs_little_and_may_come_back(whole):
-    """Plain rounds when no draft token is accepted: under 1 % lost, probes included; when the draft is good again, drafting within 128."""
+def test_a_worthless_draft_costs_little_and_may_come_back(whole, seed):
+    """Plain rounds when no draft token is accepted: under 1 % lost, probes included; when the draft is good again, it drafts again, after
+    128 rounds and a few probes at most, of which one in ten misses."""
     curve, true = Curve(1, 15, ARMS if whole else ARMS[-2:], whole), lambda n: 1 + 0.3 * (n > 0) + 0.05 * n
-    world(curve, 60, true, chain([0] * 6))
-    tokens, seconds, depths = world(curve, 1000, true, chain([0] * 6))
+    world(curve, 60, true, chain([0] * 6), seed)
+    tokens, seconds, depths = world(curve, 1000, true, chain([0] * 6), seed)
     assert 6 < sum(map(bool, depths)) < 25 and depths.count((1, 1)) > 6 and tokens / seconds > 0.99
-    assert sum(map(bool, world(curve, 200, true, chain([0.9] * 6), wanted=lambda g: 6)[2])) > 60 and curve.interval == 0
-    assert sum(map(bool, world(curve, 300, true, chain([0.8, 0.8, 0.6, 0.6, 0, 0]), wanted=lambda g: 4)[2])) > 290      # 1.5 times plain: it stays
+    assert sum(map(bool, world(curve, 700, true, chain([0.9] * 6), seed, wanted=lambda g: 6)[2])) > 250 and curve.interval == 0
+    assert sum(map(bool, world(curve, 300, true, chain([0.8, 0.8, 0.6, 0.6, 0, 0]), seed, wanted=lambda g: 4)[2])) > 280      # 1.5 times plain
+
+
+@pytest.mark.parametrize("row, level", itertools.product((0.003, 0.02, 0.08), (0.03, 0.1, 0.3)))
+def test_a_draft_that_is_nearly_always_wrong_is_left_alone(row, level):
+    """Where nobody can look inside of it: never under 0.97 of plain decoding, whatever rows and levels cost."""
+    for hit in (0.0, 0.02, 0.06):
+        curve, true = Curve(1, 15, ARMS, True), lambda n: 1 + row * n
+        world(curve, 100, true, chain([hit] * 6, [hit * 1.3] * 6), level=level)
+        tokens, seconds, _ = world(curve, 2000, true, chain([hit] * 6, [hit * 1.3] * 6), level=level)
+        assert tokens / seconds > 0.97, (hit, tokens / seconds)
 
 
 @pytest.mark.parametrize("hits, row, best", [([0.95] * 6, 0.02, (6, 1)), ([0.6] * 6, 0.001, (6, 4)), ([0.9, 0.9, 0.85, 0.1, 0.1, 0.1], 0.02, (4, 1)),
@@ -256,13 +268,11 @@ def test_the_draft_comes_back_as_if_it_had_never_left(rest, captured, checkpoint
             monkeypatch.setattr(adapt.Budget, "enough", lambda *_: False)
             engine.runner.graphs = graphs.Graphs(engine.runner)
         engine.generate(PROMPTS[2], GREEDY)
-        curve = engine.runner.adaptive.curves[captured, 1]
         left, engine.runner.adaptive.trust[:] = [rest], 0
 
         def planned():
             left[0] -= 1
             return left[0] >= 0
-        curve.trials = []
         engine.runner.plan = lambda requests: [0] if planned() else [4, 3, [0.0] * 9 + [adapt.NEVER] * 7, 0.0]
         out = engine.generate(PROMPTS[2], SamplingParams(max_tokens=70, ignore_eos=True))
         assert out.accepted[:rest] == [0] * rest and sum(out.accepted) > 0
@@ -306,3 +316,41 @@ def test_what_is_refused(options, checkpoints):
 def test_auto_of_no_steps_is_plain():
     assert (Shape(0, 4, "auto").nodes, Shape(0, 4, "auto").adaptive) == (0, False)
     assert (Shape(6, 4, "auto").nodes, Shape(2, 1, "auto").nodes, Shape(6, 4, "auto").adaptive) == (15, 2, True)
+
+
+def thrice(run, device, pool):
+    """As graphs.record on a GPU: the round runs before it is captured."""
+    run(), run()
+    return record(run, device, pool)
+
+
+@pytest.mark.parametrize("rec", [record, thrice])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_places_without_a_request_wait_without_harm(rec, temperature, checkpoints, monkeypatch):
+    """They share a seat, in which states gather that nobody reads: more than it holds."""
+    monkeypatch.setattr(graphs, "record", rec)
+    monkeypatch.setattr(trees, "trim", lambda laid, *_: laid)
+    monkeypatch.setattr(adapt.Budget, "enough", lambda *_: False)
+    target = checkpoints.target()
+    with Engine(target, checkpoints.fitted(target, **DIALECTS["nvidia"]), max_batch=4, **AUTO) as engine:
+        engine.runner.graphs = graphs.Graphs(engine.runner)
+        engine.runner.graphs.warm(None)
+        engine.runner.plan = lambda requests: [0]
+        p = SamplingParams(max_tokens=60, ignore_eos=True, temperature=temperature)
+        assert [len(out.ids) for out in engine.generate([[7, 301], [12, 5], [9]], p)] == [60] * 3
+
+def test_a_request_that_leaves_leaves_its_place(checkpoints, monkeypatch):
+    """No sampling: a fourth request is there for the drafting round, so the idle seat is not reset with the others."""
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(trees, "trim", lambda laid, *_: laid)
+    monkeypatch.setattr(adapt.Budget, "enough", lambda *_: False)
+    target = checkpoints.target()
+    with Engine(target, checkpoints.fitted(target, **DIALECTS["nvidia"]), max_batch=4, **AUTO) as engine:
+        engine.runner.graphs = graphs.Graphs(engine.runner)
+        engine.runner.graphs.warm(None)
+        engine.runner.plan = lambda requests: [4, 3, [0.0] * 9 + [adapt.NEVER] * 52, 0.0] if len(requests) == 4 else [0]
+        long, short = SamplingParams(max_tokens=90, ignore_eos=True), SamplingParams(max_tokens=20, ignore_eos=True)
+        s = engine.stream([[7, 301], [12, 5], [9]], long)
+        for _ in range(60): next(s)
+        engine.generate([5, 6], short)
+        assert sum(len(event.ids) for event in s) > 90

@@ -168,6 +168,9 @@ def test_a_closed_engine_holds_no_captured_round(checkpoints, monkeypatch):
     plain.runner.graphs.warm(None)
     kept = [weakref.ref(one) for found in (runner.graphs, plain.runner.graphs) for one in found.rounds.values()]
     assert len(kept) == 4
+    other = weakref.ref(engine.reshaped(1).runner.hidden)
+    gc.collect()
+    assert not other(), "what a reshaped engine held is held no longer"
     engine.close()
     gc.collect()            # of what stands for a graph here
     assert not any(one() for one in kept)
