@@ -85,7 +85,7 @@ class Adaptive:
             self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else [(self.shape.steps, 1), self.arms[-1]], whole)
         curve = self.curves[captured, size]
         if requests[-1] is not self.newest:
-            curve.rest = 0
+            curve.rest, curve.interval = 0, min(curve.interval, 16)
         self.newest, (depth, width, nodes) = requests[-1], curve()
         if not depth:
             return [0]
