@@ -46,11 +46,11 @@ def script(engine, propose):
 
     propose(length, depth, topk, rows) -> target ids of the children of each frontier row, best first: a list of rows of topk ids.
     """
-    def children(normed, batch, above, shape):
+    def children(normed, batch, above, topk):
         rows, depth = normed.shape[1], (above[0, 0] - batch.length[0]).item() + 1
-        ids = torch.tensor(propose(batch.length[0].item(), depth, shape.topk, rows))
-        assert ids.shape == (rows, shape.topk)
-        return ids[None], -torch.arange(1, shape.topk + 1).float().expand(1, rows, -1)
+        ids = torch.tensor(propose(batch.length[0].item(), depth, topk, rows))
+        assert ids.shape == (rows, topk)
+        return ids[None], -torch.arange(1, topk + 1).float().expand(1, rows, -1)
     engine.draft.children = children
     try:
         yield

@@ -148,7 +148,7 @@ def test_prices_are_the_costs(speed):
     assert [price[n] - price[1] for n in (3, 6, 10)] == pytest.approx([rate * (true(n) - true(1)) for n in (3, 6, 10)], rel=0.25)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_worthless_draft_costs_little_and_may_come_back(whole, seed):
     """Plain rounds when no draft token is accepted: under 1 % lost, probes included; when the draft is good again, it drafts again, after
@@ -164,7 +164,7 @@ def test_a_worthless_draft_costs_little_and_may_come_back(whole, seed):
 @pytest.mark.parametrize("row, level", itertools.product((0.003, 0.02, 0.08), (0.03, 0.1, 0.3)))
 def test_a_draft_that_is_nearly_always_wrong_is_left_alone(row, level):
     """Where nobody can look inside of it: never under 0.97 of plain decoding, whatever rows and levels cost."""
-    for hit in (0.0, 0.02, 0.06):
+    for hit in (0.0, 0.06):
         curve, true = Curve(1, 15, ARMS, True), lambda n: 1 + row * n
         world(curve, 100, true, chain([hit] * 6, [hit * 1.3] * 6), level=level)
         tokens, seconds, _ = world(curve, 2000, true, chain([hit] * 6, [hit * 1.3] * 6), level=level)

@@ -44,11 +44,11 @@ def test_b34_a_perfect_pair_stays_perfect(tmp_path):
         for reject in range(1, 5):
             inner, rounds = engine.draft.children, []
 
-            def children(normed, batch, above, shape):
+            def children(normed, batch, above, topk):
                 depth = (above[0, 0] - batch.length[0]).item() + 1
                 if depth == 1:
                     rounds.append(batch.length[0].item())
-                ids, scores = inner(normed, batch, above, shape)
+                ids, scores = inner(normed, batch, above, topk)
                 return (ids ^ (len(rounds) % 3 == 2 and depth == reject)), scores
             engine.draft.children = children
             again = engine.generate(PROMPT, greedy(120))
