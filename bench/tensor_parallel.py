@@ -26,7 +26,7 @@ import torch.distributed as dist
 from minispec import SamplingParams, runner as runner_module
 from minispec.bench import environment
 from minispec.config import TargetConfig
-from minispec.graphs import Graphs
+from minispec.graphs import Graphs, record
 from minispec.ranks import Ranks
 from minispec.request import Request
 from minispec.runner import Runner
@@ -152,17 +152,13 @@ def rounds(runner, device, count):
 def alone(ranks, device, shape, calls=24):
     """Microseconds of one all-reduce of bf16 [rows, hidden], `calls` of them in a graph: by nccl, and in one shot through symmetric memory."""
     def timed(run):
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(calls):
-                run()
+        replay, _ = record(lambda: [run() for _ in range(calls)], device, None)
         ranks.exchange(0)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         times = []
         for _ in range(30):
             marks[0].record()
-            graph.replay()
+            replay()
             marks[1].record()
             torch.cuda.synchronize()
             times.append(1e3 * marks[0].elapsed_time(marks[1]) / calls)

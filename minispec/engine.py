@@ -180,7 +180,7 @@ class Engine:
 
     def close(self):
         """Frees weights and caches. A closed engine refuses to work."""
-        self.closed, self.runner = True, self.runner and self.runner.release()
+        self.closed, self.runner = True, self.runner and self.runner.release(whole=not self._number)
         if self.team and not self._number:
             self.team.close()
         if self.device.type == "cuda":

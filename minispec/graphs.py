@@ -14,18 +14,17 @@ READ = -1           # levels of what only lets the draft read
 
 
 def record(run, device, pool):
-    """`run` as a CUDA graph: (replay, what run returned, in host memory, written anew by every replay). Its first calls compile, outside of
-    the capture. The copy is a part of the graph: a call of its own takes 10 us of the host's."""
+    """`run` as a CUDA graph: (replay, what run returned, written anew by every replay). Its first calls compile, outside of the capture."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(2):
-            out = run()
+            run()
     torch.cuda.current_stream(device).wait_stream(stream)
-    graph, host = torch.cuda.CUDAGraph(), torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):      # nccl's own thread looks at events meanwhile
-        host.copy_(run(), non_blocking=True)
-    return graph.replay, host
+        out = run()
+    return graph.replay, out
 
 
 class Places:
@@ -52,33 +51,37 @@ class Places:
 
     def seat(self, requests):
         """Nothing is uploaded where the last round was theirs too."""
-        if self.members != [(request, request.length) for request in requests]:
+        members = [(request, request.length) for request in requests]
+        if self.members != members:
             now, count = self.assemble(requests), len(requests)
             self.clear()
             self.state[:, :count] = torch.stack([now.length, now.pending, now.room, now.seats, torch.ones_like(now.length)])
             self.table[:count, :now.table.shape[1]] = now.table
             self.sampling.temperature[:count], self.sampling.seed[:count] = now.sampling.temperature, now.sampling.seed
-            self.members = [(request, request.length) for request in requests]
+            self.members = members
 
 
 class Round:
     """One captured round. steps, topk: levels drafted, children a node; no levels in a plain round of an adaptive shape, which leaves states
-    for the draft to read later; READ: the draft reads what waits, nothing else. out int64 [size, R + 2] is what the host reads: count,
-    emitted tokens, rows verified."""
+    for the draft to read later; READ: the draft reads what waits, nothing else. host int64 [size, R + 2] is what the host reads, pinned:
+    count, emitted tokens, rows verified. The copy is a part of the graph: a call of its own takes 10 us."""
 
     @torch.inference_mode()
     def __init__(self, runner, places, pool, steps, topk=1):
-        self.places, speculator, adaptive = places, runner.speculator, runner.adaptive
+        self.places, self.host, speculator, adaptive = places, None, runner.speculator, runner.adaptive
         places.clear()          # the rounds that come before the capture shall be nobody's
         unread = runner.shape.unread if steps == READ else runner.shape.nodes + 1
         batch = Batch(places.table, runner.pages.page_size, *places.state[:4], runner.max_length, unread, places.sampling, runner.exact)
         budget = replace(adaptive.budget(len(places.table)), steps=steps, topk=topk) if steps > 0 and adaptive else None
         run = partial(self._read, speculator, batch) if steps == READ else partial(self._round, speculator, batch, budget)
-        self.replay, self.out = record(run, runner.device, pool)
+        self.replay, _ = record(run, runner.device, pool)
 
     def _round(self, speculator, batch, budget):
         path = speculator.round(batch, budget)
-        return publish(path.count, path.tokens, path.valid, self.places.state)
+        out = publish(path.count, path.tokens, path.valid, self.places.state)
+        if self.host is None:           # in a call before the capture
+            self.host = torch.empty(out.shape, dtype=out.dtype, pin_memory=out.is_cuda)
+        return self.host.copy_(out, non_blocking=True)
 
     def _read(self, speculator, batch):
         speculator.catch_up(batch)
@@ -95,7 +98,7 @@ class Round:
         meanwhile()
         if self.places.table.is_cuda:
             torch.cuda.current_stream(self.places.table.device).synchronize()
-        out = self.out[:len(requests)].tolist()
+        out = self.host[:len(requests)].tolist()
         self.places.members = [(request, request.length + count) for request, (count, *_) in zip(requests, out)]
         return out
 
@@ -118,8 +121,7 @@ class Graphs:
     def warm(self, progress):
         """Capture every greedy size now, so that no request pays for it. progress(done, total, what)."""
         sizes = {self.size(count) for count in range(1, self.runner.max_batch + 1)}
-        shape, adaptive = self.runner.shape, self.runner.adaptive
-        arms = [(0,), (READ,), *adaptive.arms] if adaptive else [(shape.steps, shape.topk)]
+        arms = [(0,), (READ,), *self.runner.adaptive.arms] if self.runner.adaptive else [(self.runner.shape.steps, self.runner.shape.topk)]
         rounds = [(size, *arm) for size in sorted(sizes) for arm in arms]
         for done, (size, *arm) in enumerate(rounds, 1):
             self.round(size, False, *arm)
@@ -131,11 +133,10 @@ class Graphs:
 
     def round(self, *kind):
         """kind: size, sampled, steps, topk."""
-        places = kind[:2]
-        if places not in self.places:
-            self.places[places] = Places(self.runner, *places)
+        if kind[:2] not in self.places:
+            self.places[kind[:2]] = Places(self.runner, *kind[:2])
         if kind not in self.rounds:
-            self.rounds[kind] = Round(self.runner, self.places[places], self.pool, *kind[2:])
+            self.rounds[kind] = Round(self.runner, self.places[kind[:2]], self.pool, *kind[2:])
         return self.rounds[kind]
 
     def of(self, requests, *arm):

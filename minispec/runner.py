@@ -75,7 +75,7 @@ class Runner:
             self.report.append(f"rank {ranks.rank} of {ranks.size} has read {size(read)}, experts {'whole' if ranks.expert_parallel else 'cut'}")
         self.adaptive = Adaptive(shape, device) if found and shape.adaptive else None
         self.graphs = Graphs(self) if cuda_graphs and device.type == "cuda" else None
-        self.shared, self.family = False, WeakSet()            # family: Graphs of those that share the models
+        self.family = WeakSet()         # Graphs of runners that share the models
         if self.graphs:
             self.graphs.warm(progress)
 
@@ -89,14 +89,14 @@ class Runner:
             runner.hidden = HiddenBuffer(self.max_batch, shape.unread, self.capture, self.hidden.hidden, states.dtype, states.device)
         runner.speculator = Speculator(self.target, self.speculator.target_cache, runner.draft, self.draft_cache, runner.hidden, shape)
         runner.assemble, runner.graphs = copy(self.assemble), self.graphs and Graphs(runner)
-        runner.shared = True
         if runner.graphs:
             self.family.add(runner.graphs)
         return runner
 
-    def release(self):
-        """-> None. Captured rounds go: nccl ends a communicator only when no graph holds a call of it any more, and waits for that."""
-        for graphs in filter(None, [self.graphs, *([] if self.shared else self.family)]):
+    def release(self, whole):
+        """-> None. Captured rounds go, with whole those of all who share the models: nccl ends a communicator only when no graph holds a call
+        of it any more, and waits for that."""
+        for graphs in filter(None, [self.graphs, *(self.family if whole else ())]):
             graphs.rounds.clear()
 
     def prefill(self, request, start, stop):

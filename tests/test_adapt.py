@@ -224,6 +224,18 @@ def kinds(engine):
     return seen
 
 
+@pytest.fixture
+def replayed(monkeypatch):
+    """replayed(engine) -> its Graphs: rounds are replayed as in tests/test_graphs.py, rows stay in place and levels are all drafted, as on CUDA."""
+    def replayed(engine, record=record):
+        monkeypatch.setattr(graphs, "record", record)
+        monkeypatch.setattr(trees, "trim", lambda laid, *_: laid)
+        monkeypatch.setattr(adapt.Budget, "enough", lambda *_: False)
+        engine.runner.graphs = graphs.Graphs(engine.runner)
+        return engine.runner.graphs
+    return replayed
+
+
 @pytest.mark.parametrize("dialect", ["safeailab", "torchspec"])
 def test_on_is_off(dialect, checkpoints, costs):
     """Alone and in a batch of four: greedy, sampled, filtered, penalised; caches poisoned; trees of many sizes, accepted and rejected."""
@@ -257,16 +269,13 @@ def test_a_random_draft_is_left_alone(checkpoints, costs):
 
 
 @pytest.mark.parametrize("rest, captured", [(1, False), (5, False), (31, False), (32, False), (40, False), (5, True), (17, True), (40, True)])
-def test_the_draft_comes_back_as_if_it_had_never_left(rest, captured, checkpoints, costs, monkeypatch):
+def test_the_draft_comes_back_as_if_it_had_never_left(rest, captured, checkpoints, costs, replayed):
     """After plain rounds the draft's cache is that of one that read every state: what it accepts then is what it accepts from a fresh prompt."""
     target = checkpoints.target()
     costs(0.0, 0.0)
     with Engine(target, checkpoints.fitted(target, **DIALECTS["nvidia"]), **AUTO) as engine:
         if captured:
-            monkeypatch.setattr(graphs, "record", record)
-            monkeypatch.setattr(trees, "trim", lambda laid, *_: laid)
-            monkeypatch.setattr(adapt.Budget, "enough", lambda *_: False)
-            engine.runner.graphs = graphs.Graphs(engine.runner)
+            replayed(engine)
         engine.generate(PROMPTS[2], GREEDY)
         left, engine.runner.adaptive.trust[:] = [rest], 0
 
@@ -282,18 +291,14 @@ def test_the_draft_comes_back_as_if_it_had_never_left(rest, captured, checkpoint
 
 
 @pytest.mark.parametrize("row, level", [(0.05, 0.02), (0.6, 0.6)], ids=["cheap", "dear"])
-def test_replayed_rounds(row, level, checkpoints, costs, monkeypatch):
+def test_replayed_rounds(row, level, checkpoints, costs, replayed):
     """As tests/test_graphs.py: rows stay in place and are masked, prices change between replays; plain rounds are replayed too."""
-    monkeypatch.setattr(graphs, "record", record)
-    monkeypatch.setattr(trees, "trim", lambda laid, *_: laid)
-    monkeypatch.setattr(adapt.Budget, "enough", lambda *_: False)
     target = checkpoints.target()
     costs(row, level)
     prompts = [[7, 301, 45], [12], list(range(100, 140)), [500, 4, 4, 88], [9] * 16]
     params = [SamplingParams(max_tokens=40 + 7 * i, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
     with Engine(target, "none") as off, Engine(target, checkpoints.fitted(target, **DIALECTS["torchspec"]), max_batch=3, **AUTO) as engine:
-        engine.runner.graphs = graphs.Graphs(engine.runner)
-        engine.runner.graphs.warm(None)
+        replayed(engine).warm(None)
         every = []
         for some in (slice(0, 5), slice(2, 3)):
             outputs = engine.generate(prompts[some], params[some])
@@ -326,31 +331,25 @@ def thrice(run, device, pool):
 
 @pytest.mark.parametrize("rec", [record, thrice])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_places_without_a_request_wait_without_harm(rec, temperature, checkpoints, monkeypatch):
+def test_places_without_a_request_wait_without_harm(rec, temperature, checkpoints, replayed):
     """They share a seat, in which states gather that nobody reads: more than it holds."""
-    monkeypatch.setattr(graphs, "record", rec)
-    monkeypatch.setattr(trees, "trim", lambda laid, *_: laid)
-    monkeypatch.setattr(adapt.Budget, "enough", lambda *_: False)
     target = checkpoints.target()
     with Engine(target, checkpoints.fitted(target, **DIALECTS["nvidia"]), max_batch=4, **AUTO) as engine:
-        engine.runner.graphs = graphs.Graphs(engine.runner)
-        engine.runner.graphs.warm(None)
+        replayed(engine, rec).warm(None)
         engine.runner.plan = lambda requests: [0]
         p = SamplingParams(max_tokens=60, ignore_eos=True, temperature=temperature)
         assert [len(out.ids) for out in engine.generate([[7, 301], [12, 5], [9]], p)] == [60] * 3
 
-def test_a_request_that_leaves_leaves_its_place(checkpoints, monkeypatch):
+
+def test_a_request_that_leaves_leaves_its_place(checkpoints, replayed):
     """No sampling: a fourth request is there for the drafting round, so the idle seat is not reset with the others."""
-    monkeypatch.setattr(graphs, "record", record)
-    monkeypatch.setattr(trees, "trim", lambda laid, *_: laid)
-    monkeypatch.setattr(adapt.Budget, "enough", lambda *_: False)
     target = checkpoints.target()
     with Engine(target, checkpoints.fitted(target, **DIALECTS["nvidia"]), max_batch=4, **AUTO) as engine:
-        engine.runner.graphs = graphs.Graphs(engine.runner)
-        engine.runner.graphs.warm(None)
+        replayed(engine).warm(None)
         engine.runner.plan = lambda requests: [4, 3, [0.0] * 9 + [adapt.NEVER] * 52, 0.0] if len(requests) == 4 else [0]
         long, short = SamplingParams(max_tokens=90, ignore_eos=True), SamplingParams(max_tokens=20, ignore_eos=True)
         s = engine.stream([[7, 301], [12, 5], [9]], long)
-        for _ in range(60): next(s)
+        for _ in range(60):
+            next(s)
         engine.generate([5, 6], short)
         assert sum(len(event.ids) for event in s) > 90
