@@ -69,7 +69,7 @@ def test_a_long_chunk_in_the_target(target, monkeypatch):
     found, calls = [], []
     for lifted in (False, True):
         monkeypatch.setattr("minispec.target.expands", lambda view, rows, width: lifted and view.chain and calls.append(rows) is None)
-        with Engine(target, "none", capture=(0, 3, 8), chunk=37) as engine:
+        with Engine(target, "none", dtype="float32", capture=(0, 3, 8), chunk=37) as engine:
             score = engine.score(ids)
             found.append((score.logits, score.states, engine.generate(ids, SamplingParams(max_tokens=12, ignore_eos=True)).ids))
     assert set(calls) == {37, 16}
