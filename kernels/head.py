@@ -84,7 +84,8 @@ def merge_topk(parts, ids, topk):
     key, best = parts[..., :topk].flatten(-2).topk(topk)
     rows, total = 0xFFFFFFFF - (key & 0xFFFFFFFF), total.logsumexp(-1)
     logp = (logit.gather(-1, best) - total[..., None]).clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    return rows if ids is None else ids[rows], logp, total.isfinite()
+    # a collective that another rank's death breaks off leaves any bits: an index outside would end the CUDA context, and with it a notebook
+    return rows if ids is None else ids[rows.clamp(max=len(ids) - 1)], logp, total.isfinite()
 
 
 def head_logits(hidden, head):

@@ -64,9 +64,7 @@ class Ranks:
         """Every rank's x, of one shape, concatenated in the order of ranks."""
         if self.size == 1:
             return x
-        # integers are keys of rows (kernels/head.py): what a collective that broke off leaves there must not send an index astray, which
-        # would end the CUDA context; the key -1 is row 0's
-        out = x.new_empty(self.size, *x.shape) if x.is_floating_point() else x.new_full((self.size, *x.shape), -1)
+        out = x.new_empty(self.size, *x.shape)
         self.tick()
         self.group._allgather_base(out.view(-1), x.contiguous().view(-1)).wait()
         return torch.cat(out.unbind(0), dim)
