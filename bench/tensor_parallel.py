@@ -138,7 +138,7 @@ def rounds(runner, device, count):
     request = Request(0, [1] * context, SamplingParams(max_tokens=runner.max_length - context - 1, ignore_eos=True), (), runner.max_length)
     request.slot, request.pages, request.length, request.ids = 0, runner.pages.take(runner.pages.needed(runner.max_length)), context, [5]
     request.draft_length = context - 1
-    runner.hidden.count[0] = 1
+    runner.hidden.first[0] = context - 1
     times = []
     for _ in range(count):
         began = perf_counter()

@@ -21,24 +21,24 @@ class HiddenBuffer:
         self.hidden = hidden
         self.states = torch.zeros(seats + 1, capacity, len(capture) * hidden, dtype=dtype, device=device)
         self.next = torch.zeros(seats + 1, capacity, dtype=torch.int64, device=device)
-        self.count = torch.zeros(seats + 1, dtype=torch.int64, device=device)
+        self.first = torch.zeros(seats + 1, dtype=torch.int64, device=device)         # position of a seat's first state
 
     def put(self, batch, states, path, append=False):
-        """Keep the states of an accepted path: states [B, R, A * hidden] of a forward's rows, path.tokens the token after each.
-        append: what waits already stays, before them."""
-        keep(states, path.rows, path.tokens, path.count, batch.seats, self.states, self.next, self.count, append)
+        """Keep the states of an accepted path: states [B, R, A * hidden] of a forward's rows, the first of
+        the path at position batch.length, path.tokens the token after each.        append: what waits already stays, before them."""
+        keep(states, path.rows, path.tokens, batch.length, batch.seats, self.states, self.next, self.first, append)
 
     def keep_last(self, batch):
         """The draft has read all but the last state of each request."""
-        last = (self.count[batch.seats] - 1).clamp(0, self.next.shape[1] - 1)
+        last = (batch.length - self.first[batch.seats] - 1).clamp(0, self.next.shape[1] - 1)
         for kept in (self.states, self.next):
             kept[batch.seats, 0] = kept[batch.seats, last]
-        self.count[batch.seats] = self.count[batch.seats].clamp(max=1)
+        self.first[batch.seats] = batch.length - 1
 
     def take(self, batch):
         """Unread of kernels/buffer.py for batch.unread rows a request, left until the next put; its index counts rows of `states`, flat."""
-        return unread(self.next, self.count, batch.seats, batch.length, batch.unread, batch.table, batch.page_size)
+        return unread(self.next, self.first, batch.seats, batch.length, batch.unread, batch.table, batch.page_size)
 
     def part(self, k, seat=0):
-        """The k-th captured layer's unread states at one seat: [count, hidden], for looking at."""
-        return self.states[seat, :self.count[seat], k * self.hidden:(k + 1) * self.hidden]
+        """The k-th captured layer's states at one seat, read or not: [capacity, hidden], for looking at."""
+        return self.states[seat, :, k * self.hidden:(k + 1) * self.hidden]

@@ -52,7 +52,7 @@ class Shape:
     @property
     def unread(self):
         """States of a request that may wait for the draft: those of a round, or of plain rounds too."""
-        return 32 if self.adaptive else self.nodes + 1
+        return 64 if self.adaptive else self.nodes + 1
 
     @property
     def scratch(self):
@@ -114,7 +114,7 @@ class Speculator:
         choice, logprobs, finite = self.choose(hidden[:, -1:], batch.length[:, None] + size - 1, batch.sampling)
         path = Path(torch.zeros_like(choice), finite.long()[:, 0], choice, logprobs, True).agreed(self.target.ranks)
         if self.draft:
-            self.hidden.put(batch, states[:, -1:], path)
+            self.hidden.put(replace(batch, length=batch.length + size - 1), states[:, -1:], path)
         return path
 
     def choose(self, hidden, positions, sampling, tokens=None, ancestors=None):
