@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 
@@ -92,26 +93,31 @@ def transformers_timed(model, prompt_ids, max_tokens):
     return out[0, len(prompt_ids):].tolist(), clock.times[-1] - clock.times[1]
 
 
-def idle(engine, prompt, rounds=32):
-    """Of `rounds` rounds in a profile: their count, wall microseconds a round, GPU-busy microseconds a round, the share without a kernel."""
+def idle(engine, prompt, rounds=64):
+    """Wall microseconds a round over `rounds` of them; then, of a profile, launches and GPU-busy microseconds a round; the share of the wall's
+    time without a kernel. The profile's own wall is longer: it slows down the host."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    stream = engine.stream(prompt, SamplingParams(max_tokens=512, ignore_eos=True))
-    for _ in range(4):
+    stream = engine.stream(prompt, SamplingParams(max_tokens=900, ignore_eos=True))
+    for _ in range(8):
         next(stream)
-    torch.cuda.synchronize()
+    began = perf_counter()
+    for _ in range(rounds):
+        next(stream)
+    wall = 1e6 * (perf_counter() - began) / rounds
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(rounds):
+        for _ in range(rounds // 2):
             next(stream)
         torch.cuda.synchronize()
     stream.close()
-    spans = sorted((event.time_range.start, event.time_range.end) for event in profiled.events() if event.device_type == DeviceType.CUDA)
+    events = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    seen = sum(event.name == "_plant" for event in events)          # kernels/tree.py: one a round
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     busy, reached = 0.0, spans[0][0]
     for start, end in spans:
         busy, reached = busy + max(0.0, end - max(start, reached)), max(reached, end)
-    wall = reached - spans[0][0]
-    return {"rounds": rounds, "launches_per_round": len(spans) / rounds, "wall_us": wall / rounds, "busy_us": busy / rounds, "idle": 1 - busy / wall}
+    return {"rounds": rounds, "launches_per_round": len(spans) / seen, "wall_us": wall, "busy_us": busy / seen, "idle": 1 - busy / seen / wall}
 
 
 def cold_start(threads, device):
@@ -159,6 +165,7 @@ def main():
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--draft-steps", type=int, nargs="+", default=[2, 3, 4, 5, 6])
+    parser.add_argument("--topk", type=int, nargs="+", default=[4])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -178,22 +185,22 @@ def main():
         say(f"transformers {theirs:.2f} ms a token, minispec plain {ours:.3f}: {ratio:.2f} times; ids equal, {ties} ties")
 
     runs = []
-    for steps in args.draft_steps:
-        say(f"-- draft_steps {steps}")
-        with Engine(draft_steps=steps, device=args.device, max_batch=1) as engine:
+    for steps, topk in product(args.draft_steps, args.topk):
+        say(f"-- draft_steps {steps}, topk {topk}")
+        with Engine(draft_steps=steps, topk=topk, device=args.device, max_batch=1) as engine:
             runs.append(measure(engine, prompts, args.max_tokens, args.repeats, note, say))
             if gpu:
-                gpu[f"draft_steps {steps}"] = idle(engine, prompts[0])
+                gpu[f"draft_steps {steps}, topk {topk}"] = idle(engine, prompts[0])
     if gpu:
         say("-- exact")
         with Engine(draft_steps=6, device=args.device, max_batch=1, exact=True) as engine:
             gpu["exact"] = measure(engine, prompts, args.max_tokens, args.repeats, note, say)
     best = max((run for run in runs if run["equal"]), key=lambda run: run["speedup"]["median"])
-    say(f"best: draft_steps {best['draft_steps']}, {best['speedup']['median']:.2f} times plain")
+    say(f"best: draft_steps {best['draft_steps']}, topk {best['topk']}, {best['speedup']['median']:.2f} times plain")
     import transformers
 
     result = {"command": " ".join(["python -m bench.peers", *sys.argv[1:]]), "cold_start": cold, "transformers": peer, "gpu": gpu,
-              "runs": runs, "best_draft_steps": best["draft_steps"], "transformers_version": transformers.__version__,
+              "runs": runs, "best": [best["draft_steps"], best["topk"]], "transformers_version": transformers.__version__,
               "environment": environment(args.device), "cores": os.cpu_count()}
     text = json.dumps(result)
     if args.json:
