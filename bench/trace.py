@@ -40,6 +40,7 @@ class Trace:
         runner.speculator = speculator
         if runner.graphs:
             runner.graphs = Graphs(runner)
+            runner.graphs.ahead = False
             runner.graphs.round = self.captured(runner.graphs.round, {})
         return self
 

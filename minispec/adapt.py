@@ -57,7 +57,7 @@ class Adaptive:
         self.shape, self.device = shape, device
         self.arms = list(dict.fromkeys([*((n, 1) for n in (*LEVELS, shape.steps) if n <= shape.steps), (shape.steps, shape.topk)]))
         self.trust = torch.zeros(2, shape.steps, BINS, device=device)
-        self.curves, self.budgets, self.newest, self.usual, self.seen, self.ahead = {}, {}, None, None, None, (None, None)
+        self.curves, self.budgets, self.newest, self.usual = {}, {}, None, None
 
     def budget(self, size):
         """size: places of a batch."""
@@ -72,14 +72,6 @@ class Adaptive:
 
         captured: whether it is a CUDA graph; requests: who is in it, oldest first: a new one is worth a probe.
         """
-        kind, (planned, plan), self.ahead = (captured, size, requests), self.ahead, (None, None)
-        if planned == kind:
-            return plan
-        self.usual = None if planned else self.usual           # nobody carries it out
-        self._settle()
-        return self._plan(*kind)
-
-    def _plan(self, captured, size, requests):
         if (captured, size) not in self.curves:
             whole = captured or self.device.type != "cpu"
             self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else [(self.shape.steps, 1), self.arms[-1]], whole)
@@ -90,28 +82,21 @@ class Adaptive:
         if not depth:
             return [0]
         usual, self.usual = self.usual, (captured, size) if nodes is None else None
-        if self.usual and usual == self.usual and curve.age % REFRESH:
+        if self.usual and usual == self.usual and curve.age % (4 * REFRESH if curve.whole else REFRESH):       # an upload, there
             return [depth, width]
         price, level = curve.prices(len(requests)) if nodes is None else ([0.0] * (nodes + 1) + [NEVER] * (size * curve.nodes - nodes), 0.0)
         if nodes is None and curve.whole:
             price[0] = NEVER            # what verifies nothing learns nothing
         return [depth, width, price, level]
 
-    def saw(self, *round):
-        """Of a round that was planned: its batch size's key, and as Curve.saw. Taken in before the next plan is made."""
-        self.seen = round
+    def trying(self, *kind):
+        """Whether costs of a size are being tried: each round of it is to be seen before the next is planned. kind: captured, size."""
+        return kind not in self.curves or bool(self.curves[kind].trials)
 
-    def _settle(self):
-        (captured, size, *round), self.seen = self.seen or (None, None), None
+    def saw(self, captured, size, *round):
+        """Of a round that was planned: its size, and as Curve.saw."""
         if (captured, size) in self.curves:
             self.curves[captured, size].saw(*round)
-
-    def meanwhile(self, captured, size, requests):
-        """What rank 0 does while a GPU runs a round: takes in the one before and plans the next, for the same requests; not while costs are
-        tried, each of which is seen before the next."""
-        self._settle()
-        if (captured, size) in self.curves and not self.curves[captured, size].trials:
-            self.ahead = (captured, size, requests), self._plan(captured, size, requests)
 
     @torch.inference_mode()
     def follow(self, size, plan):
@@ -123,7 +108,7 @@ class Adaptive:
         budget.took = 0.0
         if more:
             price, budget.level = more
-            budget.price.copy_(torch.tensor(price))
+            budget.price.copy_(torch.tensor(price, pin_memory=budget.price.is_cuda), non_blocking=True)     # else it waits for the round before
             if self.device.type == "cpu":
                 last = min(self.shape.steps, len(price) - 1)
                 budget.row = min((price[last] - price[1]) / max(last - 1, 1), 1.0)

@@ -247,7 +247,7 @@ class Engine:
                     self.scheduler.finish(request)
                     del self._inbox[id(request)]
 
-    def _step(self, plan=None):
+    def _step(self, plans=None):
         """One step of the scheduler: a chunk of one prompt, or a round for all running requests, as rank 0 planned it."""
         self._check_open()
         step = self.scheduler.next()
@@ -256,20 +256,20 @@ class Engine:
         kind, *what = step
         lost = what[0] if kind == "round" else what[:1]
         try:
-            self._compute(kind, what, plan)
+            self._compute(kind, what, plans)
             lost = []
         finally:        # also of Ctrl-C: what is half done can neither be kept nor repeated, so its requests end
             for request in lost:
                 self._inbox[id(request)].append(MinispecError(f"prompt {request.index}: interrupted at position {request.length}; give it again"))
                 self.scheduler.finish(request)
 
-    def _compute(self, kind, what, plan):
-        """Runs a step and hands its events to the streams. plan: rank 0's, on the others."""
-        done = what[0] if kind == "round" else what[:1]
-        if plan is None:
-            plan = self.runner.plan(done) if kind == "round" else []
-        with self._announce("step", plan):
-            emitted, logprobs = self.runner.round(done, plan) if kind == "round" else self.runner.prefill(*what)
+    def _compute(self, kind, what, plans):
+        """Runs a step and hands its events to the streams. plans: rank 0's, on the others."""
+        done = self.runner.due(what[0]) if kind == "round" else what[:1]
+        if plans is None:
+            plans = self.runner.plan(done, len(done) == len(what[0])) if kind == "round" else []
+        with self._announce("step", plans):
+            emitted, logprobs = self.runner.round(done, plans) if kind == "round" else self.runner.prefill(*what)
         for request, (count, *tokens), logs in zip(done, emitted, logprobs):
             # an error waits in the inbox too: the stream that ran this step may be another's, and its own requests go on
             event = request.take(tokens[:count], logs and logs[:count]) if count else MinispecError(

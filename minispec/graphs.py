@@ -1,6 +1,7 @@
 """A round as one CUDA graph, captured once per batch size and tree, replayed with no word from the host until what was accepted is read."""
 from dataclasses import replace
 from functools import partial
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -11,6 +12,7 @@ from minispec.params import SamplingParams
 
 
 READ = -1           # levels of what only lets the draft read
+Event = partial(torch.cuda.Event, enable_timing=True)
 
 
 def record(run, device, pool):
@@ -61,46 +63,61 @@ class Places:
             self.members = members
 
 
+class Flight(NamedTuple):
+    """A round under way for `requests`: rank 0's plan; whether the draft read before it what waited; how its result is read, if captured."""
+    requests: list
+    plan: list
+    caught: bool
+    read: Callable | None = None
+
+
 class Round:
     """One captured round. steps, topk: levels drafted, children a node; no levels in a plain round of an adaptive shape, which leaves states
-    for the draft to read later; READ: the draft reads what waits, nothing else. host int64 [size, R + 2] is what the host reads, pinned:
-    count, emitted tokens, rows verified. The copy is a part of the graph: a call of its own takes 10 us."""
+    for the draft to read later; READ: the draft reads what waits, nothing else."""
 
     @torch.inference_mode()
     def __init__(self, runner, places, pool, steps, topk=1):
-        self.places, self.host, speculator, adaptive = places, None, runner.speculator, runner.adaptive
+        self.places, speculator, adaptive = places, runner.speculator, runner.adaptive
+        kept = [places.state.clone(), places.table.clone(), places.members]
         places.clear()          # the rounds that come before the capture shall be nobody's
         unread = runner.shape.unread if steps == READ else runner.shape.nodes + 1
         batch = Batch(places.table, runner.pages.page_size, *places.state[:4], runner.max_length, unread, places.sampling, runner.exact)
         budget = replace(adaptive.budget(len(places.table)), steps=steps, topk=topk) if steps > 0 and adaptive else None
         run = partial(self._read, speculator, batch) if steps == READ else partial(self._round, speculator, batch, budget)
-        self.replay, _ = record(run, runner.device, pool)
+        self.replay, self.out = record(run, runner.device, pool)
+        places.state.copy_(kept[0])         # another of their rounds may be under way
+        places.table.copy_(kept[1])
+        places.members = kept[2]
 
     def _round(self, speculator, batch, budget):
         path = speculator.round(batch, budget)
-        out = publish(path.count, path.tokens, path.valid, self.places.state)
-        if self.host is None:           # in a call before the capture
-            self.host = torch.empty(out.shape, dtype=out.dtype, pin_memory=out.is_cuda)
-        return self.host.copy_(out, non_blocking=True)
+        return publish(path.count, path.tokens, path.valid, self.places.state)
 
     def _read(self, speculator, batch):
         speculator.catch_up(batch)
         return self.places.state.clone()
 
     @torch.inference_mode()
-    def start(self, requests):
-        self.places.seat(requests)
-        self.replay()
+    def start(self, requests, follows):
+        """Queue it -> read() -> int64 [count, tokens ..., rows verified] of each request as lists, and the seconds that the device took.
 
-    def __call__(self, requests, meanwhile):
-        """Replay for these requests -> [count, tokens ..., rows verified] of each. meanwhile: called while the GPU works."""
-        self.start(requests)
-        meanwhile()
-        if self.places.table.is_cuda:
-            torch.cuda.current_stream(self.places.table.device).synchronize()
-        out = self.host[:len(requests)].tolist()
-        self.places.members = [(request, request.length + count) for request, (count, *_) in zip(requests, out)]
-        return out
+        follows: behind a round of the same requests, which leaves in the places what this one reads.
+        """
+        began, ended = Event(), Event()
+        if not follows:
+            self.places.seat(requests)
+        began.record()
+        self.replay()
+        # memory of its own, so that the next round may write its result before this one's is read
+        host = torch.empty(self.out.shape, dtype=self.out.dtype, pin_memory=self.out.is_cuda).copy_(self.out, non_blocking=True)
+        ended.record()
+
+        def read():
+            ended.synchronize()
+            out = host[:len(requests)].tolist()
+            self.places.members = [(request, request.length + count) for request, (count, *_) in zip(requests, out)]
+            return out, began.elapsed_time(ended) / 1e3
+        return read
 
 
 class Graphs:
@@ -108,6 +125,7 @@ class Graphs:
 
     def __init__(self, runner):
         self.runner, self.places, self.rounds = runner, {}, {}
+        self.flights, self.ahead = [], True         # rounds that nobody has read yet; whether one may be queued behind another
         self.pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None    # one for all: a replay's result is read at once
 
     @staticmethod

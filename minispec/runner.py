@@ -12,7 +12,7 @@ from minispec.batch import Assembler
 from minispec.cache import Cache
 from minispec.device import available, plan, size, weight_bytes, workspace
 from minispec.draft import Draft, kv_shape
-from minispec.graphs import READ, Graphs
+from minispec.graphs import READ, Flight, Graphs
 from minispec.hidden import HiddenBuffer
 from minispec.pages import Pages
 from minispec.ranks import CHECK
@@ -98,6 +98,7 @@ class Runner:
         of it any more, and waits for that."""
         for graphs in filter(None, [self.graphs, *(self.family if whole else ())]):
             graphs.rounds.clear()
+            graphs.flights.clear()
 
     def prefill(self, request, start, stop):
         """A chunk of one prompt: what `round` returns when it was the last one, else two empty lists."""
@@ -106,42 +107,86 @@ class Runner:
         request.length, request.draft_length = stop, stop - (more is None)
         return path.read() if path else ([], [])
 
-    def plan(self, requests):
-        """What rank 0 decides about the next round and tells the others: adapt.Adaptive.plan, or nothing where the shape is fixed."""
-        return self.adaptive.plan(*self._kind(requests), requests) if self.adaptive else []
+    def due(self, requests):
+        """Of the requests whose turn it is those that the next round serves: who is left of a round that is under way, or all."""
+        left = [request for request in self.flights[0].requests if request.slot is not None] if self.flights else []
+        if not left:
+            self.flights.clear()
+        return left or requests
+
+    @property
+    def flights(self):
+        return self.graphs.flights if self.graphs else []
+
+    def plan(self, requests, ahead=False):
+        """What rank 0 decides of the rounds that this step starts, and tells the others: for each adapt.Adaptive.plan, or the fixed shape.
+
+        The step's own, unless it is under way. ahead: and the next one, so that the GPU goes on while the host reads and plans: if it is
+        captured and of the same requests, one of which cannot end before, and no costs are tried.
+
+            host   start 1, start 2 | read 1, start 3 | read 2, start 4 | ...        GPU   round 1 | round 2 | round 3 | ...
+        """
+        captured, size = kind = self._kind(requests)
+        one = partial(self.adaptive.plan, *kind, requests) if self.adaptive else lambda: [self.shape.steps, self.shape.topk]
+        plans = [] if self.flights else [one()]
+        first, requested = (self.flights[0].plan, self.flights[0].requests) if self.flights else (plans[0], requests)
+        lasts = requested == requests and max(request.room for request in requests) > first[0] + 1
+        if ahead and captured and lasts and self.graphs.ahead and not (self.adaptive and self.adaptive.trying(*kind)):
+            plans.append(one())
+        return plans
 
     def _kind(self, requests):
         """What a round's cost depends on: whether it is captured, and for how many."""
         captured = bool(self.graphs) and all(map(self.graphs.fits, requests))
         return captured, self.graphs.size(len(requests)) if captured else len(requests)
 
-    def round(self, requests, plan=None):
-        """One round: [count, tokens ...] of each request, and its log-probabilities or None. plan: rank 0's, by default this rank's own."""
-        plan = self.plan(requests) if plan is None else plan
-        (captured, size), began, known = self._kind(requests), perf_counter(), self.graphs and len(self.graphs.rounds)
-        budget = self.adaptive and self.adaptive.follow(size, plan)
-        drafts = budget is not None or not self.adaptive
-        if self.adaptive and max(r.length - r.draft_length for r in requests) >= (self.shape.nodes + 2 if captured and drafts else self.shape.unread):
-            self.graphs.of(requests, READ).start(requests) if captured else self.speculator.catch_up(self.assemble(requests))
-            for request in requests:
-                request.draft_length = request.length - 1
+    def round(self, requests, plans=None):
+        """A round of requests that are due: [count, tokens ...] of each, and its log-probabilities or None. plans: rank 0's, by default own."""
+        plans = self.plan(requests) if plans is None else plans
+        captured, size = kind = self._kind(self.flights[0].requests if self.flights else requests)
         if captured:
-            arm = plan[:2] if self.adaptive else (self.shape.steps, self.shape.topk)
-            meanwhile = partial(self.adaptive.meanwhile, captured, size, requests) if self.adaptive else lambda: None
-            out = self.graphs.of(requests, *arm)(requests, meanwhile)
-            found, rows = (out, [None] * len(requests)), sum(one[-1] for one in out)
+            for plan in plans:
+                self._start(requests, size, plan)
+            flight = self.flights.pop(0)
+            (out, seconds), (steps, *_), parts = flight.read(), flight.plan, ()
+            found = [one for request, one in zip(flight.requests, out) if request.slot is not None]
+            logprobs, rows = [None] * len(found), sum(one[-1] for one in out) - len(out)
         else:
+            flight, began = Flight(requests, *plans, self._waits(requests) >= self.shape.unread), perf_counter()
+            budget = self.adaptive and self.adaptive.follow(size, flight.plan)
+            if flight.caught:
+                self.speculator.catch_up(self.assemble(requests))
             path = self.speculator.round(self.assemble(requests), budget)
-            found, rows = path.read(), int(path.valid.sum()) if budget else 0
-        if self.adaptive and known == (self.graphs and len(self.graphs.rounds)):       # a capture is not what a round takes
-            inside = drafts and self.device.type == "cpu" and not captured
-            depth, *parts = (budget.grown, self.speculator.drafting, budget.took) if inside else plan[:1]
-            emitted = [count for (count, *_), request in zip(found[0], requests) if request.room > depth]
-            self.adaptive.saw(captured, size, depth, drafts and plan[1], rows - len(requests), emitted, perf_counter() - began, *parts)
-        for request in requests if drafts else ():
-            request.draft_length = request.length
-        self._check(requests, found)
-        return found
+            (found, logprobs), rows = path.read(), int(path.valid.sum()) - len(requests) if budget else 0
+            inside, seconds = budget and self.device.type == "cpu", perf_counter() - began
+            steps, *parts = (budget.grown, self.speculator.drafting, budget.took) if inside else flight.plan[:1]
+        if self.adaptive:
+            emitted = [count for (count, *_), request in zip(found, requests) if request.room > steps]
+            self.adaptive.saw(*kind, steps, steps and flight.plan[1], rows, emitted, seconds, *parts)
+        for request in requests:
+            request.draft_length = request.length if steps else request.length - 1 if flight.caught else request.draft_length
+        self._check(requests, (found, logprobs))
+        return found, logprobs
+
+    def _start(self, requests, size, plan):
+        """Queue a captured round, and before it, where more waits than it lets the draft read, what does that."""
+        (steps, *topk), follows = plan[:2], bool(self.flights)
+        caught = self._waits(requests) >= (self.shape.nodes + 2 if steps else self.shape.unread)
+        if self.adaptive:
+            self.adaptive.follow(size, plan)
+        if caught:
+            self.graphs.of(requests, READ).start(requests, follows)
+        read = self.graphs.of(requests, steps, *topk).start(requests, follows or caught)
+        self.flights.append(Flight(requests, plan, caught, read))
+
+    def _waits(self, requests):
+        """States that wait for the draft at most, of a request, once what is under way is done; of a fixed shape none, or those it reads next."""
+        if not self.adaptive:
+            return 0
+        most = max(request.length - request.draft_length for request in requests)
+        for flight in self.flights:
+            most = flight.plan[0] + 1 if flight.plan[0] else (1 if flight.caught else most) + 1
+        return most
 
     def _check(self, requests, found):
         """Every CHECK rounds the ranks compare what all of them must hold alike: decisions, captured states, the newest latents in the cache."""
