@@ -186,16 +186,11 @@ def open_target(folder: str, config: TargetConfig) -> Plan:
     return account(checkpoint, target_table(config), names, others, config.quantization, config.prefix, config.notes)
 
 
-def load_target(folder: str, config: TargetConfig, parameters: dict[str, torch.Tensor],
-                progress: Callable[[int, int, str], None] | None = None) -> Report:
-    """Fill `parameters` (names and shapes of names.target_table; any float dtype and device) in place from `folder`."""
-    return fill(open_target(folder, config), parameters, progress)
-
-
 def fill(plan: Plan, parameters: dict[str, torch.Tensor], progress: Callable[[int, int, str], None] | None = None) -> Report:
     """Copy every piece into its place, one tensor at a time: dequantised in fp32 and cast on the copy, or as stored (plan.dtypes).
 
-    `parameters` must have exactly the names and shapes of `plan.shapes`. progress(done, total, "tensors read") counts pieces.
+    `parameters`, of any float dtype and device, must have exactly the names and shapes of `plan.shapes`.
+    progress(done, total, "tensors read") counts pieces.
     """
     if set(parameters) != set(plan.shapes):
         raise MinispecError(f"parameters {sorted(set(parameters) ^ set(plan.shapes))} are on one side only; allocate plan.shapes")
