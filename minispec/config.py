@@ -6,8 +6,6 @@ from minispec.fields import REQUIRED, Fields, short
 from minispec.quantization import Quantization
 from minispec.rope import Rope, read_rope
 
-__all__ = ["LATENT_EPS", "DraftConfig", "Quantization", "Rope", "TargetConfig", "latent_eps", "latent_widths", "layer_inputs", "widths"]
-
 LATENT_EPS = 1e-6
 # What transformers assumes when a config omits the field; sizes are never assumed.
 _V3 = {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,

@@ -1,5 +1,7 @@
 """`minispec doctor`: why is my acceptance low? The load audit, a teacher-forced probe of every reading, the engine against it, and what follows."""
 from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
@@ -159,12 +161,11 @@ def read_text(engine, pairs, layers):
 
 def probe(subject, declared, target, facts, note, open_fields=frozenset()):
     """(findings, Depths of the declared reading, the layers of the best): the scan of readings, the depth probe, and what agreement depends on."""
-    rows, findings = distinct(subject.text), []
+    rows = distinct(subject.text)
     note(f"comparing readings of the draft on {len(rows)} distinct places of that text")
     best, known = search(subject, declared, target.rope, rows, open_fields)
-    for name, value in differences(declared, best).items():
-        if name not in open_fields:
-            findings.append(reading_finding(name, value, getattr(best, name), known[declared], known[best]))
+    findings = [reading_finding(name, value, getattr(best, name), known[declared], known[best])
+                for name, value in differences(declared, best).items() if name not in open_fields]
     name, opposite = ("post", "pre") if declared.config.norm_output else ("pre", "post")
     found, given, other = (depths(subject, *which) for which in ((declared, name), (best, name), (best, opposite)))
     findings += recycling(given, other, name, rows)
@@ -199,10 +200,7 @@ def reading_finding(name, value, better, declared, best):
 def measured(outputs, counted):
     """Acceptance in the engine: length, by depth beside the probe's, by round index, by context, by prompt."""
     def mean(group):
-        groups = {}
-        for r in counted:
-            groups.setdefault(group(r), []).append(r.accepted)
-        return {key: round(sum(values) / len(values), 2) for key, values in sorted(groups.items())}
+        return {key: round(fmean(r.accepted for r in part), 2) for key, part in groupby(sorted(counted, key=group), group)}
     number, emitted = (sum(map(count, outputs)) for count in (lambda out: len(out.accepted), lambda out: len(out.ids) - 1))
     return {"acceptance_length": emitted / max(number, 1),
             "engine_by_depth": {"engine": by_depth([r.accepted for r in counted]), "probe": by_depth([r.expected for r in counted])},

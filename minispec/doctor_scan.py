@@ -98,11 +98,8 @@ def search(subject, declared, rope, rows, open_fields=frozenset()):
 
     best, edits = declared, variants(subject, declared, rope)
     for _ in range(8):
-        tried = []
-        for place, edit in enumerate(edits):
-            reading = edit(best)
-            if reading != best and (reading.bypass is None or reading.shift) and measured(reading).beats(measured(best)):
-                tried.append((measured(reading).agreement, -measured(reading).rank.nanmean().item(), place, reading))
+        tried = [(measured(new).agreement, -measured(new).rank.nanmean().item(), place, new) for place, new in enumerate(edit(best) for edit in edits)
+                 if new != best and (new.bypass is None or new.shift) and measured(new).beats(measured(best))]
         if not tried:
             break
         best = max(tried)[-1]
