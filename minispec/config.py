@@ -98,8 +98,7 @@ class TargetConfig(_Widths):
         c["latent_norm_eps"], note = latent_eps(latent_norm_eps, c["rms_norm_eps"])
         section = fields.section("quantization_config") or top.section("quantization_config")
         c["quantization"] = Quantization.read(section) if section else None
-        unsaid = [name for name in ("rms_norm_eps", *fields.defaults) if name not in fields.values and c[name] is not None]
-        if unsaid:
+        if unsaid := [name for name in ("rms_norm_eps", *fields.defaults) if name not in fields.values and c[name] is not None]:
             notes.append(f"missing in config.json, read as transformers does: {', '.join(f'{n} {c[n]}' for n in unsaid)}")
         return cls(**c, prefix=prefix, notes=(*notes, note, str(c["rope"])))
 

@@ -163,21 +163,24 @@ def probe(subject, declared, target, facts, note, open_fields=frozenset()):
     """(findings, Depths of the declared reading, the layers of the best): the scan of readings, the depth probe, and what agreement depends on."""
     rows = distinct(subject.text)
     note(f"comparing readings of the draft on {len(rows)} distinct places of that text")
-    best, known = search(subject, declared, target.rope, rows, open_fields)
-    findings = [reading_finding(name, value, getattr(best, name), known[declared], known[best])
+    best, scored = search(subject, declared, target.rope, rows, open_fields)
+    stated, first = scored(declared), scored(best)
+    findings = [reading_finding(name, value, getattr(best, name), stated, first)
                 for name, value in differences(declared, best).items() if name not in open_fields]
     name, opposite = ("post", "pre") if declared.config.norm_output else ("pre", "post")
     found, given, other = (depths(subject, *which) for which in ((declared, name), (best, name), (best, opposite)))
     findings += recycling(given, other, name, rows)
     if len(rows) < ENOUGH:
         findings.append(finding("little-text", f"{len(rows)} distinct places", enough=ENOUGH))
-    shuffled, true, least = score(subject, replace(best, form="shuffled"), rows), subject.text.after(2)[0], known[best].agreement
-    weak = "" if known[best].beats(shuffled) and (findings or least > 0.3) else "weak-draft" if known[best].beats(shuffled) else "states-unused"
-    findings += [finding(weak, f"agreement {least:.3f}", shuffled=f"{shuffled.agreement:.3f}",
-                         severity="error" if weak[0] == "s" and least < 0.15 else "note")] if weak and len(rows) >= ENOUGH else []
+    shuffled, true = score(subject, replace(best, form="shuffled"), rows), subject.text.after(2)[0]
+    weak = "states-unused" if not first.beats(shuffled) else "" if findings or first.agreement > 0.3 else "weak-draft"
+    if weak and len(rows) >= ENOUGH:
+        severity = "error" if weak == "states-unused" and first.agreement < 0.15 else "note"
+        findings.append(finding(weak, f"agreement {first.agreement:.3f}", shuffled=f"{shuffled.agreement:.3f}", severity=severity))
     oov = 0.0 if subject.ids is None else (~torch.isin(true[rows], subject.ids)).float().mean().item()
-    findings += trend(known[best], subject.text, rows, oov)
-    facts |= {"agreement": known[declared].agreement, "agreement_with_other_states": shuffled.agreement, "readings_compared": len(known),
+    findings += trend(first, subject.text, rows, oov)
+    facts |= {"agreement": stated.agreement, "agreement_with_other_states": shuffled.agreement,
+              "readings_compared": scored.cache_info().currsize,
               "depth": {f"recycling_{name}_norm": given.agreement, f"recycling_{opposite}_norm": other.agreement}, "cannot_propose": oov,
               "captured_states": statistics(subject, declared.capture)}
     return findings, found, best.capture

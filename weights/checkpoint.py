@@ -162,8 +162,7 @@ def _sizes(value) -> bool:
 
 
 def _unique(pairs: list) -> dict:
-    values = dict(pairs)
-    if len(values) < len(pairs):
+    if len(values := dict(pairs)) < len(pairs):
         raise ValueError(f"key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} appears twice")
     return values
 

@@ -39,8 +39,7 @@ class Source:
 
     def matrix(self, name: str) -> tuple[int, int]:
         """Rows and inputs of a matrix that an EAGLE-3 head must have, as stored or packed eight to a word."""
-        file = self.stored(name)
-        if file is None:
+        if (file := self.stored(name)) is None:
             raise MinispecError(f"{self.checkpoint.folder}: tensor {name}.weight is missing, as in no EAGLE-3 head; give an "
                                 f"EAGLE-3 draft with its complete weights (found: {short(sorted(self.names))})")
         shape = self.checkpoint.tensors[file].shape
@@ -51,8 +50,7 @@ class Source:
 
 def layer_fields(fields: Fields) -> Fields:
     """The fields of the decoder layer: the file itself, or speculators' nested object over its class defaults."""
-    layer = fields.section("transformer_layer_config")
-    if layer is None:
+    if (layer := fields.section("transformer_layer_config")) is None:
         if fields.has("speculators_model_type"):
             raise fields.refuse("transformer_layer_config", "speculators keep the layer there; download the file again")
         return Fields(fields.values, fields.file, defaults={"num_hidden_layers": 1})

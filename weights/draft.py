@@ -68,8 +68,7 @@ def load_draft(plan: DraftPlan, parameters: dict[str, torch.Tensor],
                progress: Callable[[int, int, str], None] | None = None) -> Report:
     """Fill `parameters` (names and shapes of plan.shapes) in place; warn where rows of the head repeat."""
     report = fill(plan, parameters, progress)
-    repeated = repeated_rows(parameters["head"]) if "head" in plan.own else 0
-    if repeated:
+    if "head" in plan.own and (repeated := repeated_rows(parameters["head"])):
         report.lines.append(f"warning: {repeated} rows of the draft's head repeat others, as a wrongly pruned vocabulary does")
     return report
 

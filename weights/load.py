@@ -72,8 +72,7 @@ def account(checkpoint: Checkpoint, table: Table, names: dict[str, str], others:
             states[names[entry.source + "_shape"]] = "skipped: repeats the shape of the packed weight"
     read = sum(checkpoint.tensors[name].bytes for name, state in states.items() if state.startswith("consumed"))
     states |= {name: state for name, state in others.items() if name not in states}
-    unknown = [name for name in names.values() if name not in states]
-    if unknown:
+    if unknown := [name for name in names.values() if name not in states]:
         raise _unknown(checkpoint, unknown, missing, table, prefix)
     if missing:
         near = _nearest(prefix + missing[0], list(checkpoint.tensors)) or "none"

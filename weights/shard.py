@@ -80,8 +80,7 @@ def limits(plan, c, ranks):
 
 def refuse(size, found):
     """MinispecError unless `size` ranks can share everything in `found`; it says what cannot be split, and which numbers work."""
-    wrong = list(dict.fromkeys(text for text, allows in found if not allows(size)))
-    if wrong:
+    if wrong := list(dict.fromkeys(text for text, allows in found if not allows(size))):
         wrong = [text for text in wrong if not any(other.startswith(text + " (") for other in wrong)]
         sizes = [str(n) for n in range(1, 1025) if all(allows(n) for _, allows in found)]
         raise MinispecError(f"tensor_parallel={size}: {' and '.join(wrong)} cannot be split over {size} ranks; {', '.join(sizes)} "
