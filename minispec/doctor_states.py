@@ -3,7 +3,6 @@ import pickle
 import struct
 from itertools import product
 
-import torch
 from safetensors.torch import load_file
 
 from minispec.doctor_finding import finding
