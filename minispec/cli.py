@@ -16,6 +16,7 @@ from minispec.errors import MinispecError
 from minispec.fields import printable
 from minispec.launch import environment
 from minispec.options import BENCH, CHOICE, DEVICE, DIALECT, ENGINE, IDS, MEMORY, MODELS, PROMPTS, RANKS, SAMPLING, stacked
+from minispec.params import SamplingParams
 from minispec.printer import Printer
 from minispec.prompts import read_prompts
 from minispec.stats import Acceptance, gather
@@ -96,8 +97,6 @@ def commands():
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
 def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
     """Continue prompts; the text streams to stdout."""
-    from minispec.params import SamplingParams
-
     serve()
     if as_json and (stats or show_draft):
         raise click.UsageError(f"--json prints one object with the figures in it: drop {'--stats' if stats else '--show-draft'}")
@@ -107,22 +106,20 @@ def generate(texts, files, ids, chat, stats, show_draft, as_json, **options):
     chosen = given({name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__})
     params = SamplingParams(**chosen | ({"logit_bias": dict(chosen["logit_bias"])} if "logit_bias" in chosen else {}))
     with open_engine(**options) as engine:
-        inputs = [chat_ids(engine, prompt) for prompt in prompts] if chat else prompts
+        if chat and (engine.tokenizer is None or ids):
+            raise MinispecError("--chat needs a text prompt and a target with tokenizer files")
+        inputs = [engine.tokenizer.chat(prompt)[0] for prompt in prompts] if chat else prompts
         if engine.tokenizer and engine.tokenizer.has_template and not chat:
             note("this target has a chat template; the prompt is continued as it is, --chat applies the template")
         began = perf_counter()
         if as_json:
             note(f"generating; --json prints when the last of {len(prompts)} prompts is done")
             outputs = engine.generate(inputs, params)
-            click.echo(json.dumps(as_object(engine, prompts, outputs, perf_counter() - began)))
+            found = [{"prompt": prompt, **vars(out)} for prompt, out in zip(prompts, outputs)]
+            figures = {**Acceptance.of(outputs, engine.draft_steps).as_dict(), "seconds": perf_counter() - began}
+            click.echo(json.dumps({"outputs": found, "stats": figures, "minispec": __version__}))
         else:
             stream(engine, prompts, inputs, params, show_draft, stats, began)
-
-
-def chat_ids(engine, prompt):
-    if engine.tokenizer is None or isinstance(prompt, list):
-        raise MinispecError("--chat needs a text prompt and a target with tokenizer files")
-    return engine.tokenizer.chat(prompt)[0]
 
 
 def stream(engine, prompts, inputs, params, show_draft, stats, began):
@@ -140,15 +137,6 @@ def stream(engine, prompts, inputs, params, show_draft, stats, began):
         count = sum(len(out.ids) for out in outputs)
         rate = (count - len(outputs)) / max(seconds, 1e-9)
         note(f"first token after {first - began:.3f} s; {count} tokens, {rate:.1f} tokens/s after it")
-
-
-def as_object(engine, prompts, outputs, seconds):
-    return {
-        "outputs": [{"prompt": prompt, **{name: getattr(out, name) for name in out.__dataclass_fields__}}
-                    for prompt, out in zip(prompts, outputs)],
-        "stats": {**Acceptance.of(outputs, engine.draft_steps).as_dict(), "seconds": seconds},
-        "minispec": __version__,
-    }
 
 
 @commands.command(epilog=WORDS)
@@ -182,7 +170,7 @@ def doctor(file, as_json, **options):
 
 @commands.command(epilog=WORDS)
 @stacked(*BENCH, *CHOICE, *ENGINE)
-def bench(file, per_kind, max_tokens, repeats, threads, batch, sweep, sweep_draft_steps, sweep_topk, sweep_nodes, plot, json_file, **options):
+def bench(file, per_kind, repeats, threads, batch, sweep, sweep_draft_steps, sweep_topk, sweep_nodes, plot, json_file, **options):
     """Plain and speculative decoding in one process; no speed-up is printed before their ids are equal.
 
     The last line of stdout is the result as one JSON object.
@@ -192,15 +180,13 @@ def bench(file, per_kind, max_tokens, repeats, threads, batch, sweep, sweep_draf
     from minispec.bench.compare import compare, shapes
     from minispec.bench.plot import draw, figure
     from minispec.bench import readings
-    from minispec.params import SamplingParams
 
     serve()
     prompts, grid = readings.read_prompts(file, per_kind), (sweep_draft_steps, sweep_topk, sweep_nodes)
     sweep = shapes(*grid) if sweep or any(grid) else []
     if sweep and repeats < 2:
         raise MinispecError("--sweep chooses on one half of the repeats and reports the other: give --repeats of at least 2")
-    params = SamplingParams(max_tokens=max_tokens, **given({name: options.pop(name) for name in list(options)
-                                                            if name in SamplingParams.__dataclass_fields__}))
+    params = SamplingParams(**given({name: options.pop(name) for name in list(options) if name in SamplingParams.__dataclass_fields__}))
     for name in filter(None, (json_file, plot)):
         writable(name)
     made = figure(plot) if plot else None

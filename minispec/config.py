@@ -6,8 +6,6 @@ from minispec.fields import REQUIRED, Fields, short
 from minispec.quantization import Quantization
 from minispec.rope import Rope, read_rope
 
-__all__ = ["LATENT_EPS", "DraftConfig", "Quantization", "Rope", "TargetConfig", "latent_eps", "latent_widths", "layer_inputs", "widths"]
-
 LATENT_EPS = 1e-6
 # What transformers assumes when a config omits the field; sizes are never assumed.
 _V3 = {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
@@ -100,8 +98,7 @@ class TargetConfig(_Widths):
         c["latent_norm_eps"], note = latent_eps(latent_norm_eps, c["rms_norm_eps"])
         section = fields.section("quantization_config") or top.section("quantization_config")
         c["quantization"] = Quantization.read(section) if section else None
-        unsaid = [name for name in ("rms_norm_eps", *fields.defaults) if name not in fields.values and c[name] is not None]
-        if unsaid:
+        if unsaid := [name for name in ("rms_norm_eps", *fields.defaults) if name not in fields.values and c[name] is not None]:
             notes.append(f"missing in config.json, read as transformers does: {', '.join(f'{n} {c[n]}' for n in unsaid)}")
         return cls(**c, prefix=prefix, notes=(*notes, note, str(c["rope"])))
 

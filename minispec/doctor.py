@@ -1,5 +1,7 @@
 """`minispec doctor`: why is my acceptance low? The load audit, a teacher-forced probe of every reading, the engine against it, and what follows."""
 from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
@@ -159,24 +161,26 @@ def read_text(engine, pairs, layers):
 
 def probe(subject, declared, target, facts, note, open_fields=frozenset()):
     """(findings, Depths of the declared reading, the layers of the best): the scan of readings, the depth probe, and what agreement depends on."""
-    rows, findings = distinct(subject.text), []
+    rows = distinct(subject.text)
     note(f"comparing readings of the draft on {len(rows)} distinct places of that text")
-    best, known = search(subject, declared, target.rope, rows, open_fields)
-    for name, value in differences(declared, best).items():
-        if name not in open_fields:
-            findings.append(reading_finding(name, value, getattr(best, name), known[declared], known[best]))
+    best, scored = search(subject, declared, target.rope, rows, open_fields)
+    stated, first = scored(declared), scored(best)
+    findings = [reading_finding(name, value, getattr(best, name), stated, first)
+                for name, value in differences(declared, best).items() if name not in open_fields]
     name, opposite = ("post", "pre") if declared.config.norm_output else ("pre", "post")
     found, given, other = (depths(subject, *which) for which in ((declared, name), (best, name), (best, opposite)))
     findings += recycling(given, other, name, rows)
     if len(rows) < ENOUGH:
         findings.append(finding("little-text", f"{len(rows)} distinct places", enough=ENOUGH))
-    shuffled, true, least = score(subject, replace(best, form="shuffled"), rows), subject.text.after(2)[0], known[best].agreement
-    weak = "" if known[best].beats(shuffled) and (findings or least > 0.3) else "weak-draft" if known[best].beats(shuffled) else "states-unused"
-    findings += [finding(weak, f"agreement {least:.3f}", shuffled=f"{shuffled.agreement:.3f}",
-                         severity="error" if weak[0] == "s" and least < 0.15 else "note")] if weak and len(rows) >= ENOUGH else []
+    shuffled, true = score(subject, replace(best, form="shuffled"), rows), subject.text.after(2)[0]
+    weak = "states-unused" if not first.beats(shuffled) else "" if findings or first.agreement > 0.3 else "weak-draft"
+    if weak and len(rows) >= ENOUGH:
+        severity = "error" if weak == "states-unused" and first.agreement < 0.15 else "note"
+        findings.append(finding(weak, f"agreement {first.agreement:.3f}", shuffled=f"{shuffled.agreement:.3f}", severity=severity))
     oov = 0.0 if subject.ids is None else (~torch.isin(true[rows], subject.ids)).float().mean().item()
-    findings += trend(known[best], subject.text, rows, oov)
-    facts |= {"agreement": known[declared].agreement, "agreement_with_other_states": shuffled.agreement, "readings_compared": len(known),
+    findings += trend(first, subject.text, rows, oov)
+    facts |= {"agreement": stated.agreement, "agreement_with_other_states": shuffled.agreement,
+              "readings_compared": scored.cache_info().currsize,
               "depth": {f"recycling_{name}_norm": given.agreement, f"recycling_{opposite}_norm": other.agreement}, "cannot_propose": oov,
               "captured_states": statistics(subject, declared.capture)}
     return findings, found, best.capture
@@ -199,10 +203,7 @@ def reading_finding(name, value, better, declared, best):
 def measured(outputs, counted):
     """Acceptance in the engine: length, by depth beside the probe's, by round index, by context, by prompt."""
     def mean(group):
-        groups = {}
-        for r in counted:
-            groups.setdefault(group(r), []).append(r.accepted)
-        return {key: round(sum(values) / len(values), 2) for key, values in sorted(groups.items())}
+        return {key: round(fmean(r.accepted for r in part), 2) for key, part in groupby(sorted(counted, key=group), group)}
     number, emitted = (sum(map(count, outputs)) for count in (lambda out: len(out.accepted), lambda out: len(out.ids) - 1))
     return {"acceptance_length": emitted / max(number, 1),
             "engine_by_depth": {"engine": by_depth([r.accepted for r in counted]), "probe": by_depth([r.expected for r in counted])},

@@ -180,8 +180,7 @@ def edge(matrix):
 def values(f):
     """Values that are not finite (replaced by 0 to read on); zero and repeated rows of the head."""
     for name, t in f.tensors.items():
-        bad = int((~t.float().isfinite()).sum()) if t.is_floating_point() else 0
-        if bad:
+        if t.is_floating_point() and (bad := int((~t.float().isfinite()).sum())):
             yield finding("not-finite", f"{bad} of {t.numel()} values of {name} are NaN or infinite", {"share": bad / t.numel()}, tensor=name)
             f.tensors[name] = t.nan_to_num(0, 0, 0)
     head = f.tensors.get(f.name("lm_head.weight"), torch.ones(1, 1))

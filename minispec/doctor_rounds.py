@@ -86,8 +86,7 @@ def by_depth(counts):
 
 def engine_findings(found, share):
     """Where the engine does not accept what the depth probe says. found: [Round]; share: of them that may differ (numerics)."""
-    wrong = [r for r in found if r.accepted != r.expected]
-    if len(wrong) > share * len(found):
+    if len(wrong := [r for r in found if r.accepted != r.expected]) > share * len(found):
         name = next(name for fits, name in ((all(r.index == 0 for r in wrong), "engine-prefill"),
                                             (all(min(r.accepted, r.expected) for r in wrong), "engine-recycle"),
                                             (all(r.previous for r in wrong), "engine-pairing"), (True, "engine-cache")) if fits)
@@ -114,6 +113,5 @@ def trend(first, text, rows, oov):
     if len(hit) > 60 and z > NOISE and late.mean() < 0.7 * early.mean():
         yield finding("context-decay", f"agreement {late.mean():.3f} in the last third of the positions", early=f"{early.mean():.3f}")
     parts = {k: hit[text.sequence[rows] == k] for k in text.sequence.unique().tolist()}
-    low = [k for k, x in parts.items() if len(x) > 20 and x.mean() < 0.5 * hit.mean() - 2 * (0.25 / len(x)) ** 0.5]
-    if low:
+    if low := [k for k, x in parts.items() if len(x) > 20 and x.mean() < 0.5 * hit.mean() - 2 * (0.25 / len(x)) ** 0.5]:
         yield finding("prompts-differ", f"agreement {parts[low[0]].mean():.3f} on prompt {low[0]}", {"prompts": low}, all=f"{hit.mean():.3f}")

@@ -1,5 +1,6 @@
 """Which reading of a draft's files agrees best with the target: every single change of the declared one, compared row by row."""
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import permutations
 
 import torch
@@ -87,22 +88,13 @@ def variants(subject, declared, rope):
 
 
 def search(subject, declared, rope, rows, open_fields=frozenset()):
-    """(best reading, {reading: Score}): from the declared one, the best single change by more than noise, again and again; then every
+    """(best reading, measured: Reading -> its Score): from the declared one, the best single change by more than noise, again and again; then every
     change that is not needed is taken back. open_fields: what no file declares, chosen by ranks alone."""
-    known = {}
-
-    def measured(reading):
-        if reading not in known:
-            known[reading] = score(subject, reading, rows)
-        return known[reading]
-
+    measured = cache(lambda reading: score(subject, reading, rows))
     best, edits = declared, variants(subject, declared, rope)
     for _ in range(8):
-        tried = []
-        for place, edit in enumerate(edits):
-            reading = edit(best)
-            if reading != best and (reading.bypass is None or reading.shift) and measured(reading).beats(measured(best)):
-                tried.append((measured(reading).agreement, -measured(reading).rank.nanmean().item(), place, reading))
+        tried = [(measured(new).agreement, -measured(new).rank.nanmean().item(), place, new) for place, new in enumerate(edit(best) for edit in edits)
+                 if new != best and (new.bypass is None or new.shift) and measured(new).beats(measured(best))]
         if not tried:
             break
         best = max(tried)[-1]
@@ -117,7 +109,7 @@ def search(subject, declared, rope, rows, open_fields=frozenset()):
         without = replace(best, **{name: value})
         if not measured(best).beats(measured(without)):
             best = without
-    return best, known
+    return best, measured
 
 
 def differences(declared, best):

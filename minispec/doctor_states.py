@@ -1,14 +1,13 @@
 """The captured states in numbers, and against those that a trainer saved: which stream of the target each saved part equals."""
 import pickle
 import struct
-import warnings
+from itertools import product
 
-import torch
 from safetensors.torch import load_file
 
 from minispec.doctor_finding import finding
 from minispec.errors import MinispecError
-from minispec.weights.checkpoint import read_header
+from minispec.weights.checkpoint import read_header, unpickle
 
 
 def statistics(subject, capture):
@@ -28,9 +27,7 @@ def read_states(path, target):
     try:
         if str(path).endswith(".safetensors"):
             read_header(str(path))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            data = load_file(path) if str(path).endswith(".safetensors") else torch.load(path, map_location="cpu", weights_only=True)
+        data = load_file(path) if str(path).endswith(".safetensors") else unpickle(path)
         if not isinstance(data, dict) or not {"input_ids", "token_ids"} & data.keys() or not {"hidden_states", "aux_hidden_state"} & data.keys():
             raise ValueError(f"it holds {sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__}")
         ids = data.get("input_ids", data.get("token_ids")).reshape(-1).long()
@@ -55,13 +52,11 @@ def read_states(path, target):
 def source(x, subject):
     """Of all streams, forms and shifts the nearest to x [n, h]: (layer, form, shift, scale, relative error); x = scale x stream, at p + shift."""
     found = []
-    for layer in range(len(subject.text.states)):
-        for form in ("residual", "normed", "delta"):
-            for shift in (0, -1, 1):
-                stream = subject.captured(layer, form).roll(-shift, 0)[1:-1]
-                scale = (x[1:-1] * stream).sum() / stream.square().sum().clamp(min=1e-12)
-                error = (x[1:-1] - scale * stream).norm() / x[1:-1].norm().clamp(min=1e-12)
-                found.append((error.item(), layer, form, shift, scale.item()))
+    for layer, form, shift in product(range(len(subject.text.states)), ("residual", "normed", "delta"), (0, -1, 1)):
+        stream = subject.captured(layer, form).roll(-shift, 0)[1:-1]
+        scale = (x[1:-1] * stream).sum() / stream.square().sum().clamp(min=1e-12)
+        error = (x[1:-1] - scale * stream).norm() / x[1:-1].norm().clamp(min=1e-12)
+        found.append((error.item(), layer, form, shift, scale.item()))
     error, *place = min(found)
     return *place, error
 
@@ -78,10 +73,9 @@ def compare(subject, parts, last, capture):
         found.append(finding("states-order" if sorted(layers) == list(capture) else "states-layer", f"the saved parts are of layers {layers}",
                              capture=list(capture), value=layers, flag=flag))
     for k, (layer, form, shift, scale, _) in enumerate(() if strange else sources):
-        for name, wrong, what in (("states-normed", form != "residual", form), ("states-shifted", shift, f"that of position p {shift:+d}"),
-                                  ("states-scaled", abs(scale - 1) > 0.05, f"{scale:.3f} times the stream")):
-            if wrong:
-                found.append(finding(name, f"saved part {k} (layer {layer}) is {what}"))
+        cases = (("states-normed", form != "residual", form), ("states-shifted", shift, f"that of position p {shift:+d}"),
+                 ("states-scaled", abs(scale - 1) > 0.05, f"{scale:.3f} times the stream"))
+        found += [finding(name, f"saved part {k} (layer {layer}) is {what}") for name, wrong, what in cases if wrong]
     if last is not None and (place := source(last.to(device), subject))[0] != len(subject.text.states) - 1:
         found.append(finding("states-last", f"the last saved state is the input of layer {place[0]}"))
     return found, [dict(zip(("layer", "form", "shift", "scale", "error"), place)) for place in sources]

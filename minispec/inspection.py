@@ -1,7 +1,7 @@
 """`minispec inspect`: what a checkpoint holds and how it is read, from configs and headers alone; no weight is loaded."""
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from textwrap import wrap
 
@@ -169,11 +169,10 @@ def grouped(tensors):
 
 def sizes(plan):
     """Part -> bytes in the file and in each dtype that the engine may compute in."""
-    parts = {}
+    parts = defaultdict(lambda: dict.fromkeys(("file", *WIDTHS), 0))
 
     def add(parameter, column, count):
-        part = parts.setdefault(PARTS.get(parameter.split(".")[-1], "norms and router"), {"file": 0, **dict.fromkeys(WIDTHS, 0)})
-        part[column] += count
+        parts[PARTS.get(parameter.split(".")[-1], "norms and router")][column] += count
 
     for name, state in plan.report.tensors.items():
         if state.startswith("consumed by "):

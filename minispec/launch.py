@@ -34,8 +34,7 @@ def environment():
     found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")}
     if not all(found.values()):
         return None
-    numbers = [int(text) if text.isdecimal() else -1 for text in list(found.values())[:4]]
-    rank, size, local, port = numbers
+    rank, size, local, port = numbers = [int(text) if text.isdecimal() else -1 for text in list(found.values())[:4]]
     if min(numbers) < 0 or rank >= size or port >= 2**16:
         raise MinispecError(f"{' '.join(f'{name}={text}' for name, text in found.items())}: no such rank can be; unset these variables, or "
                             "start with torchrun, which sets them")

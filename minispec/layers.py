@@ -51,15 +51,13 @@ class Rotary:
 
     def __init__(self, rope, length, device):
         angle = torch.outer(torch.arange(length, dtype=torch.float32), rope.inverse_frequencies().float())
-        pair = torch.arange(rope.dim).view(-1, 2) if rope.style == "interleaved" else torch.arange(rope.dim).view(2, -1).T
-        first, second = pair[:, 0], pair[:, 1]
-        cos, sin, partner = torch.empty(length, rope.dim), torch.empty(length, rope.dim), torch.empty(rope.dim, dtype=torch.int64)
-        cos[:, first] = cos[:, second] = angle.cos() * rope.multiplier
-        sin[:, second] = angle.sin() * rope.multiplier
-        sin[:, first] = -sin[:, second]
-        partner[first], partner[second] = second, first
-        self.cos, self.sin, self.partner = cos.to(device), sin.to(device), partner.to(device)
+        cos, sin, channel = angle.cos() * rope.multiplier, angle.sin() * rope.multiplier, torch.arange(rope.dim)
         self.interleaved = rope.style == "interleaved"
+        first, second = (channel[::2], channel[1::2]) if self.interleaved else channel.chunk(2)
+
+        def laid(a, b):                     # what belongs to the first and the second channel of each pair
+            return (torch.stack([a, b], -1).flatten(-2) if self.interleaved else torch.cat([a, b], -1)).to(device)
+        self.cos, self.sin, self.partner = laid(cos, cos), laid(-sin, sin), laid(second, first)
 
     def at(self, positions):
         """The Angles of positions int64 [B, R]."""
@@ -121,9 +119,8 @@ def namespaces(parameters, count):
     """The parameters of `layers.{i}.*` as one namespace a layer: p.qkv_a instead of parameters['layers.3.qkv_a']."""
     layers = [SimpleNamespace() for _ in range(count)]
     for name, tensor in parameters.items():
-        head, _, rest = name.partition(".")
-        if head == "layers":
-            index, name = rest.split(".")
+        if name.startswith("layers."):
+            _, index, name = name.split(".")
             setattr(layers[int(index)], name, tensor)
     return layers
 
@@ -136,9 +133,8 @@ def allocate(shapes, dtype, device, dtypes={}):
     """
     def tensor(name, shape):
         kind = dtypes.get(name, torch.float32 if name.endswith((".router", ".bias")) else dtype)
-        if name in dtypes:
-            return torch.full(shape, float("nan") if kind.is_floating_point and kind.itemsize > 1 else 0, dtype=kind, device=device)
-        if device.type == "cpu" and len(shape) > 1 and not name.endswith(("embed", "head", "w13", "kv_b")):
-            return torch.full((*shape[:-2], shape[-1], shape[-2]), float("nan"), dtype=kind).mT
-        return torch.full(shape, float("nan"), dtype=kind, device=device)
+        value = float("nan") if kind.is_floating_point and kind.itemsize > 1 else 0
+        if device.type == "cpu" and len(shape) > 1 and name not in dtypes and not name.endswith(("embed", "head", "w13", "kv_b")):
+            return torch.full((*shape[:-2], shape[-1], shape[-2]), value, dtype=kind).mT
+        return torch.full(shape, value, dtype=kind, device=device)
     return {name: tensor(name, shape) for name, shape in shapes.items()}

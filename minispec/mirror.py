@@ -17,7 +17,7 @@ def serve(make):
         while True:
             team.what = ""
             action, number, *payload = team.commands.get()
-            team.begin(f"step {team.at[0]}" if action == "step" else action)
+            team.begin(action)
             engine = engines[number]
             if action == "step":
                 engine._step(*payload)

@@ -1,5 +1,6 @@
 """The options that commands share. A default lives where the value is used; an option that is not given is not passed on."""
 import re
+from functools import reduce
 
 import click
 
@@ -45,11 +46,7 @@ EPS = Parsed("NUMBER|config", lambda text: text if text == "config" else float(t
 
 def stacked(*options):
     """One decorator of several, in the order in which --help shall show them."""
-    def decorate(command):
-        for option in reversed(options):
-            command = option(command)
-        return command
-    return decorate
+    return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
 DIALECT = (

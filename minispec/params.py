@@ -1,5 +1,4 @@
 """What a user may ask of one request, checked when it is said."""
-import difflib
 import math
 import numbers
 from dataclasses import dataclass
@@ -53,20 +52,6 @@ class SamplingParams:
         clean["stop_ids"] = tuple(_within("stop_ids", token, *ID) for token in stop_ids)
         clean["logit_bias"] = _bias(self.logit_bias)
         vars(self).update(clean)  # past the frozen __setattr__
-
-    @classmethod
-    def make(cls, **named) -> "SamplingParams":
-        """The same as the constructor, but an unknown name is a MinispecError that proposes the nearest known one."""
-        known = list(cls.__dataclass_fields__)
-        if unknown := [name for name in named if name not in known]:
-            near = difflib.get_close_matches(unknown[0], known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise MinispecError(f"sampling parameter {unknown[0]!r} is unknown: {hint}")
-        return cls(**named)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
 
     def check_vocab(self, vocab: int) -> None:
         """Refuses ids outside 0..vocab-1 and a bias that forbids every id."""

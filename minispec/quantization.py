@@ -38,12 +38,10 @@ class Quantization:
             return cls("fp8", block=tuple(block), ignore=_patterns(fields, "modules_to_not_convert"))
         if method != "compressed-tensors":
             raise fields.refuse("quant_method", f"this storage is not supported; {_WAY_OUT}")
-        groups = fields.section("config_groups")
-        if groups is None or len(groups.values) != 1:
+        if (groups := fields.section("config_groups")) is None or len(groups.values) != 1:
             raise fields.refuse("config_groups", f"exactly one group is supported; {_WAY_OUT}")
         group = groups.section(next(iter(groups.values))) or groups
-        weights = group.section("weights")
-        if weights is None:
+        if (weights := group.section("weights")) is None:
             raise group.refuse("weights", f"the scheme of the weights is needed; {_WAY_OUT}")
         sparsity = fields.section("sparsity_config") or Fields({}, fields.file)
         for place, name, *allowed in (
@@ -55,8 +53,7 @@ class Quantization:
         fields.only("kv_cache_scheme", ({},), "remove the field to run with a cache that is not quantised")
         for name in ("num_bits", "type", "strategy", "symmetric"):
             weights.get(name)                        # refused where missing: no default is safe
-        size = weights.integer("group_size")
-        if size % 32:
+        if (size := weights.integer("group_size")) % 32:
             raise weights.refuse("group_size", f"a multiple of 32 is needed; {_WAY_OUT}")
         return cls("int4", group=size, targets=_patterns(group, "targets", ("Linear",)), ignore=_patterns(fields, "ignore"))
 

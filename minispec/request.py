@@ -39,7 +39,7 @@ class Request:
     slot, pages   its place in the batch and its cache pages; the scheduler's to set
     length        tokens with target KV: the engine sets it during prefill, `take` afterwards
     draft_length  tokens with draft KV; the engine's to set
-    ids           emitted tokens; the last one is `pending`, the root of the next tree, and has no KV yet
+    ids           emitted tokens; the last one is pending, the root of the next tree, and has no KV yet
     """
 
     def __init__(self, index: int, prompt_ids: list[int], params: SamplingParams, eos_ids, max_length: int, decoder=None):
@@ -60,10 +60,6 @@ class Request:
     @property
     def prefilling(self) -> bool:
         return self.length < len(self.prompt_ids)
-
-    @property
-    def pending(self) -> int:
-        return self.ids[-1]
 
     @property
     def room(self) -> int:

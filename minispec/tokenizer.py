@@ -26,8 +26,7 @@ class Tokenizer:
         """
         directory = Path(directory)
         config = _optional(directory / "tokenizer_config.json")
-        vocabulary = read_vocabulary(directory, config, vocab_size)
-        if vocabulary is None:
+        if (vocabulary := read_vocabulary(directory, config, vocab_size)) is None:
             return None
         names = {key: text for key in ("bos_token", "eos_token", "unk_token", "pad_token") if (text := _name(config, key))}
         bos = (vocabulary.find(names.get("bos_token", "")),) if config.flag("add_bos_token", False) else ()

@@ -43,8 +43,7 @@ def read_vocabulary(directory: Path, config: Fields, vocab_size: int) -> Vocabul
     config: tokenizer_config.json. Raises MinispecError for a damaged file and for ids outside vocab_size.
     """
     readers = {"tiktoken.model": _tiktoken, "tokenizer.model": _sentencepiece, "tokenizer.json": _tokenizer_json}
-    found = [name for name in readers if present(directory / name)]
-    if not found:
+    if not (found := [name for name in readers if present(directory / name)]):
         return None
     vocabulary = readers[found[0]](directory / found[0], config, added_tokens(config, vocab_size), vocab_size)
     return replace(vocabulary, source=f"{found[0]}: {vocabulary.source}" + "".join(f"; {name} is not read" for name in found[1:]))

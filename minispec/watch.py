@@ -87,9 +87,9 @@ class Team:
         self.at[1] += 1
         self.moved = monotonic()
 
-    def begin(self, what):
-        """A command is under way; `what` is its name in messages."""
-        self.at, self.moved, self.what = [self.at[0] + 1, 0], monotonic(), what
+    def begin(self, action):
+        """A command is under way, in messages by its name, a step by its number."""
+        self.at, self.moved, self.what = [self.at[0] + 1, 0], monotonic(), f"step {self.at[0]}" if action == "step" else action
 
     def progress(self, inner):
         """progress(done, total, what) that is a sign of life too, and stops a rank whose run has ended."""
@@ -103,7 +103,7 @@ class Team:
     def tell(self, action, *payload):
         """Rank 0: a command to all others, which carry out one after the other -> this, as the context of the same work here."""
         self.check()
-        self.begin(f"step {self.at[0]}" if action == "step" else action)
+        self.begin(action)
         # a rank that leaves a step half-way is lost to the others: Ctrl-C waits for its end, but not for that of loading
         if action != "loading" and threading.current_thread() is threading.main_thread() \
                 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -31,7 +31,7 @@ def exact(logits, params, prompt=(), output=()):
 
     def normal(x):
         return x - x.max() - np.log(np.exp(x - x.max()).sum())
-    if params.greedy:
+    if params.temperature == 0:
         return normal(x)
     x = normal(x / params.temperature)
     order = np.argsort(-x, kind="stable")

@@ -35,10 +35,10 @@ def test_a_request_from_prefill_to_end():
     made.length = 5
     event = made.take([7], [-1.0])
     assert (event.ids, event.accepted, event.finish_reason, event.text) == ([7], None, None, "h")
-    assert not made.prefilling and made.pending == 7 and made.length == 5 and made.room == 5 and made.accepted == []
+    assert not made.prefilling and made.ids[-1] == 7 and made.length == 5 and made.room == 5 and made.accepted == []
     event = made.take([1, 2, 3], [-1.0, -2.0, -3.0])
     assert (event.ids, event.accepted, event.finish_reason) == ([1, 2, 3], 2, None)
-    assert made.length == 8 and made.pending == 3 and made.room == 2
+    assert made.length == 8 and made.ids[-1] == 3 and made.room == 2
     event = made.take([4, 5, 6], [-4.0, -5.0, -6.0])
     assert (event.ids, event.accepted, event.finish_reason) == ([4, 5], 2, "length")
     output = made.output()

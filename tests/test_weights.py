@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from minispec.config import TargetConfig
 from minispec.errors import MinispecError
 from minispec.weights.checkpoint import Checkpoint, Info, read_header
-from minispec.weights.load import account, fill, load_target, open_target, rename
+from minispec.weights.load import account, fill, open_target, rename
 from minispec.weights.names import strip_target, target_table
 
 from . import tiny
@@ -287,11 +287,11 @@ def test_tied_head(tmp_path):
 def test_parameters_must_be_those_of_the_plan(tmp_path):
     folder = tiny.write_target(tmp_path / "t", **TINY)
     config, parameters, _ = load(folder)
-    assert load_target(str(folder), config, parameters).bytes > 0
+    assert fill(open_target(str(folder), config), parameters).bytes > 0
     with pytest.raises(MinispecError, match="norm"):
-        load_target(str(folder), config, {k: v for k, v in parameters.items() if k != "norm"})
+        fill(open_target(str(folder), config), {k: v for k, v in parameters.items() if k != "norm"})
     with pytest.raises(MinispecError, match=r"norm has shape \[3\]"):
-        load_target(str(folder), config, {**parameters, "norm": torch.ones(3)})
+        fill(open_target(str(folder), config), {**parameters, "norm": torch.ones(3)})
 
 
 def test_two_names_of_one_tensor(tmp_path):

@@ -487,10 +487,10 @@ def test_assumptions_are_stated(write, config):
 
 
 def test_overrides(write, config):
-    plan, _, report = load(write(), config, overrides={"norm_before_residual": True, "norm_output": True, "rope_theta": 5e4})
-    assert plan.config.norm_before_residual and plan.config.norm_output and plan.config.rope.theta == 5e4
+    plan, _, report = load(write(), config, overrides={"norm_before_residual": True, "norm_output": True})
+    assert plan.config.norm_before_residual and plan.config.norm_output
     assert any("norm_output True given by the caller" in line for line in report.lines)
-    for overrides in ({"normbefore": True}, {"norm_output": 1}, {"rope_theta": "big"}, {"rope_theta": 1}):
+    for overrides in ({"normbefore": True}, {"norm_output": 1}):
         refused(write(), config, next(iter(overrides)), overrides=overrides)
     refused(write(), config, "fc_norm", overrides={"fc_norm": True})
 

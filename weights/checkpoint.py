@@ -162,18 +162,22 @@ def _sizes(value) -> bool:
 
 
 def _unique(pairs: list) -> dict:
-    values = dict(pairs)
-    if len(values) < len(pairs):
+    if len(values := dict(pairs)) < len(pairs):
         raise ValueError(f"key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} appears twice")
     return values
 
 
+def unpickle(path: str):
+    """What a pickle holds, on the CPU. torch's weights-only unpickler builds tensors and containers and calls nothing else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")             # of other pickle protocols: the refusal says it
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def _read_pickle(path: str) -> dict[str, torch.Tensor]:
-    """A state dict from a pickle. torch's weights-only unpickler builds tensors and containers and calls nothing else."""
+    """A state dict from a pickle."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")             # of other pickle protocols: the refusal says it
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = unpickle(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError,
             AssertionError, struct.error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -29,7 +29,7 @@ def open_draft(folder: str, target: TargetConfig, *, capture=None, capture_conve
     """Read a draft's config and headers and fit them to `target`. MinispecError for whatever does not fit.
 
     capture, capture_convention, d2t: the caller's reading, which wins over the file's. overrides: norm_before_residual,
-    norm_before_fc, fc_norm, norm_output (bool) or rope_theta (float), in place of what the config says.
+    norm_before_fc, fc_norm or norm_output (bool), in place of what the config says.
     """
     fields, overrides = Fields.read(folder), overrides or {}
     layer, checkpoint, lines = layer_fields(fields), Checkpoint.open(folder, pickled=True), []
@@ -48,7 +48,7 @@ def open_draft(folder: str, target: TargetConfig, *, capture=None, capture_conve
         if not place.has(name):
             lines.append(f"{name} is missing, read as {c[name]} ({what})")
     del c["num_hidden_layers"]
-    c |= attention(s, c["rms_norm_eps"], latent_norm_eps, overrides) | norm_flags(s, overrides)
+    c |= attention(s, c["rms_norm_eps"], latent_norm_eps) | norm_flags(s, overrides)
     c["capture"], c["capture_reason"] = resolve_capture(fields, target.num_hidden_layers, s.matrix("fc")[1], target.hidden_size,
                                                         capture, capture_convention)
     config = DraftConfig(**c)
@@ -68,8 +68,7 @@ def load_draft(plan: DraftPlan, parameters: dict[str, torch.Tensor],
                progress: Callable[[int, int, str], None] | None = None) -> Report:
     """Fill `parameters` (names and shapes of plan.shapes) in place; warn where rows of the head repeat."""
     report = fill(plan, parameters, progress)
-    repeated = repeated_rows(parameters["head"]) if "head" in plan.own else 0
-    if repeated:
+    if "head" in plan.own and (repeated := repeated_rows(parameters["head"])):
         report.lines.append(f"warning: {repeated} rows of the draft's head repeat others, as a wrongly pruned vocabulary does")
     return report
 

@@ -72,8 +72,7 @@ def account(checkpoint: Checkpoint, table: Table, names: dict[str, str], others:
             states[names[entry.source + "_shape"]] = "skipped: repeats the shape of the packed weight"
     read = sum(checkpoint.tensors[name].bytes for name, state in states.items() if state.startswith("consumed"))
     states |= {name: state for name, state in others.items() if name not in states}
-    unknown = [name for name in names.values() if name not in states]
-    if unknown:
+    if unknown := [name for name in names.values() if name not in states]:
         raise _unknown(checkpoint, unknown, missing, table, prefix)
     if missing:
         near = _nearest(prefix + missing[0], list(checkpoint.tensors)) or "none"
@@ -186,16 +185,11 @@ def open_target(folder: str, config: TargetConfig) -> Plan:
     return account(checkpoint, target_table(config), names, others, config.quantization, config.prefix, config.notes)
 
 
-def load_target(folder: str, config: TargetConfig, parameters: dict[str, torch.Tensor],
-                progress: Callable[[int, int, str], None] | None = None) -> Report:
-    """Fill `parameters` (names and shapes of names.target_table; any float dtype and device) in place from `folder`."""
-    return fill(open_target(folder, config), parameters, progress)
-
-
 def fill(plan: Plan, parameters: dict[str, torch.Tensor], progress: Callable[[int, int, str], None] | None = None) -> Report:
     """Copy every piece into its place, one tensor at a time: dequantised in fp32 and cast on the copy, or as stored (plan.dtypes).
 
-    `parameters` must have exactly the names and shapes of `plan.shapes`. progress(done, total, "tensors read") counts pieces.
+    `parameters`, of any float dtype and device, must have exactly the names and shapes of `plan.shapes`.
+    progress(done, total, "tensors read") counts pieces.
     """
     if set(parameters) != set(plan.shapes):
         raise MinispecError(f"parameters {sorted(set(parameters) ^ set(plan.shapes))} are on one side only; allocate plan.shapes")

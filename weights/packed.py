@@ -45,12 +45,11 @@ def store(plan, entry, kind: str, sources: tuple, values: torch.Tensor, scale: t
     target, scales, index = parameters[entry.param], parameters[entry.param + "_scale"], entry.index
     values, scale = values.to(target.device), scale.to(scales.device)
     finite = scale.isfinite().all()
+    expert, *rows = index
     if kind == "int4":
-        expert, *rows = index if isinstance(index, tuple) else (index,)
         at = expert, slice(None), *rows
         target[at], scales[at] = repack_int4(values, scale.repeat_interleave(plan.quantization.group // 32, 1), 4 * target.shape[-1])
     else:
-        expert, *rows = index
         target[index] = values
         part = rows[0].start // values.shape[0] if rows else 0
         scales[expert, part * len(scale):(part + 1) * len(scale)] = scale.to(torch.float32)

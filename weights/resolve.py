@@ -59,12 +59,12 @@ def resolve_capture(fields: Fields, layers: int, width: int, target_hidden: int,
 
 def _listed(fields: Fields, eagle: Fields) -> tuple[str, object]:
     """The field that names the ids, and its value, None when no field does; all that do must agree."""
-    found = [place for place in ((fields, _KEY), (eagle, _KEY), (eagle, "layer_ids")) if place[0].has(place[1])]
-    named = [(f"{place.path}{key}", place.values[key]) for place, key in found]
-    for (place, key), (_, ids) in zip(found[1:], named[1:]):
-        if ids != named[0][1]:
-            raise place.refuse(key, f"{named[0][0]} in the same file is {named[0][1]}; remove one, or give --capture")
-    return (f"{fields.file}: {named[0][0]}", named[0][1]) if named else ("", None)
+    found = [(place, key) for place, key in ((fields, _KEY), (eagle, _KEY), (eagle, "layer_ids")) if place.has(key)]
+    name, ids = next(((place.path + key, place.values[key]) for place, key in found), ("", None))
+    for place, key in found[1:]:
+        if place.values[key] != ids:
+            raise place.refuse(key, f"{name} in the same file is {ids}; remove one, or give --capture")
+    return name and f"{fields.file}: {name}", ids
 
 
 def read_map(checkpoint: Checkpoint, d2t: str | None, t2d: str | None, vocab: int, draft_vocab: int,
@@ -129,10 +129,8 @@ def _fault(ids: torch.Tensor, mask: torch.Tensor | None, vocab: int, draft_vocab
     """What is wrong with a table of target ids; empty when nothing is."""
     if mask is not None and int(mask.sum()) != draft_vocab:
         return f"t2d keeps {int(mask.sum())} ids, draft_vocab_size is {draft_vocab}"
-    outside = ids[(ids < 0) | (ids >= vocab)]
-    if len(outside):
+    if len(outside := ids[(ids < 0) | (ids >= vocab)]):
         return f"{len(outside)} ids outside 0..{vocab - 1} (first {int(outside[0])})"
-    repeated = draft_vocab - len(torch.unique(ids))
-    if repeated:
+    if repeated := draft_vocab - len(torch.unique(ids)):
         return f"{repeated} repeated ids"
     return "" if mask is None or mask[ids].all() else f"{int((~mask[ids]).sum())} ids that t2d leaves out"

@@ -41,10 +41,8 @@ def _own(size, units, ranks):
         return 0, size
     if units == _ROWS:
         return ranks.span(size)
-    if units < ranks.size:
-        first = ranks.rank * units // ranks.size
-        return first * size // units, (first + 1) * size // units
-    return size * ranks.rank // ranks.size, size * (ranks.rank + 1) // ranks.size
+    first = ranks.rank * units // ranks.size
+    return first * size // units, max(first + 1, (ranks.rank + 1) * units // ranks.size) * size // units
 
 
 def _whole(name, ranks):
@@ -71,8 +69,7 @@ def limits(plan, c, ranks):
             elif name == "qkv" and place:
                 found.append((f"num_key_value_heads {units}", lambda n, units=units: units % n == 0 or n % units == 0))
             elif isinstance(units, int):
-                inner = units == size
-                found.append((f"{field} {size}" if inner else f"num_attention_heads {units}", lambda n, units=units: units % n == 0))
+                found.append((f"{field} {size}" if units == size else f"num_attention_heads {units}", lambda n, units=units: units % n == 0))
                 block = (plan.quantization.group if kind == "int4" and axis else
                          plan.quantization.block[axis] if kind == "fp8" and name in ("w13", "w2") else 1)
                 if block > 1:
@@ -83,8 +80,7 @@ def limits(plan, c, ranks):
 
 def refuse(size, found):
     """MinispecError unless `size` ranks can share everything in `found`; it says what cannot be split, and which numbers work."""
-    wrong = list(dict.fromkeys(text for text, allows in found if not allows(size)))
-    if wrong:
+    if wrong := list(dict.fromkeys(text for text, allows in found if not allows(size))):
         wrong = [text for text in wrong if not any(other.startswith(text + " (") for other in wrong)]
         sizes = [str(n) for n in range(1, 1025) if all(allows(n) for _, allows in found)]
         raise MinispecError(f"tensor_parallel={size}: {' and '.join(wrong)} cannot be split over {size} ranks; {', '.join(sizes)} "
@@ -111,8 +107,7 @@ def shard(plan, c, ranks):
             first, last = ranks.experts(shape[0])
             shapes[param] = (last - first, *shape[1:])
         elif found := _sections(name, c, *_matrix(name, shape), ranks):
-            axis, sections = found
-            own, at = [], 0
+            (axis, sections), own, at = found, [], 0
             for size, units in sections:
                 start, stop = _own(size, units, ranks)
                 own.append((at + start, at + stop))
