@@ -168,8 +168,7 @@ class Engine:
         ids = token_ids(0, ids, self.tokenizer, self.target_config.vocab_size)
         if len(ids) > self.max_length:
             raise MinispecError(f"score: {len(ids)} ids do not fit max_length={self.max_length}")
-        count = self.pages.needed(len(ids))
-        if count > self.pages.free:
+        if (count := self.pages.needed(len(ids))) > self.pages.free:
             raise MinispecError(f"score: {len(ids)} ids need {count} pages, {self.pages.free} are free while other requests run")
         pages = self.pages.take(count)
         try:
@@ -183,8 +182,7 @@ class Engine:
         self.closed, self.runner = True, self.runner and self.runner.release(whole=not self._number)
         if self.team and not self._number:
             self.team.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def __enter__(self):
         return self
@@ -246,6 +244,8 @@ class Engine:
                 for request in requests:
                     self.scheduler.finish(request)
                     del self._inbox[id(request)]
+            if self.runner:
+                self.runner.due()
 
     def _step(self, plans=None):
         """One step of the scheduler: a chunk of one prompt, or a round for all running requests, as rank 0 planned it."""

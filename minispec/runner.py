@@ -107,11 +107,12 @@ class Runner:
         request.length, request.draft_length = stop, stop - (more is None)
         return path.read() if path else ([], [])
 
-    def due(self, requests):
-        """Of the requests whose turn it is those that the next round serves: who is left of a round that is under way, or all."""
+    def due(self, requests=()):
+        """Of the requests whose turn it is those that the next round serves: who is left of a round that is under way, or all. A round of
+        which nobody is left is waited for: nothing runs on."""
         left = [request for request in self.flights[0].requests if request.slot is not None] if self.flights else []
-        if not left:
-            self.flights.clear()
+        while self.flights and not left:
+            self.flights.pop().read()
         return left or requests
 
     @property

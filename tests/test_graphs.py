@@ -124,6 +124,28 @@ def test_the_context_ends(pair):
     assert [len(out.ids) for out in found] == [1, 2, 4, 16] and [out.ids for out in found] == [out.ids for out in eager.generate(prompts, params)]
 
 
+@pytest.mark.parametrize("shape", ["chain", "plain"])
+def test_a_round_is_queued_behind_the_one_that_runs(shape, pair, monkeypatch):
+    """Not behind one that may be the last; who stops before has one computed for nothing, which is waited for."""
+    log, start = [], graphs.Round.start
+
+    def spied(*args):
+        log.append("start")
+        read = start(*args)
+        return lambda: log.append("read") or read()
+    monkeypatch.setattr(graphs.Round, "start", spied)
+    _, replayed = pair(shape, max_batch=2)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    out = replayed.generate([7, 301, 45], params)
+    assert log[:6] == ["start", "start", "read", "start", "read", "start"] and log.count("start") == log.count("read") == len(out.accepted)
+    log.clear()
+    stop = next(token for i, token in enumerate(out.ids) if i > 9 and token not in out.ids[:i])
+    cut = replayed.generate([7, 301, 45], SamplingParams(max_tokens=40, ignore_eos=True, stop_ids=[stop]))
+    assert cut.ids == out.ids[:len(cut.ids)] and cut.finish_reason == "stop" and not replayed.runner.flights
+    assert log.count("start") == log.count("read") == len(cut.accepted) + 1
+    assert replayed.generate([7, 301, 45], params).ids == out.ids
+
+
 def test_plain_shares_the_caches(pair):
     _, replayed = pair("chain", max_batch=2)
     plain = replayed.plain()

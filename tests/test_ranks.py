@@ -282,6 +282,8 @@ def test_splits_that_are_impossible(checkpoints):
     assert "moe_intermediate_size 256 (2 groups of 128)" in said and "1, 2 work" in said
     said = refusal(checkpoints.target(n_routed_experts=2, num_experts_per_tok=1, n_group=1, num_hidden_layers=2), None, 4, expert_parallel=True)
     assert "n_routed_experts 2" in said and "1, 2 work" in said
+    said = refusal(checkpoints.target(moe_intermediate_size=34, num_hidden_layers=2), None, 4, expert_parallel=True)
+    assert "moe_intermediate_size 34" in said and "1, 2" in said, "of the shared expert: a dense layer before it has the same names"
     target = checkpoints.target(num_hidden_layers=4)
     said = refusal(target, checkpoints.draft(target, capture=[1, 2, 3], num_attention_heads=6, num_key_value_heads=3), 2)
     assert "the draft's num_attention_heads" not in said and "the draft's num_key_value_heads 3" in said and "; 1 works" in said

@@ -54,9 +54,9 @@ def limits(plan, c, ranks):
     found, seen = [], set()
     for entry, kind, _ in plan.pieces:
         name = entry.param.rpartition(".")[2]
-        if (name, kind) in seen:
+        if (name, kind, plan.shapes[entry.param]) in seen:      # a shared expert's matrices are named as a dense layer's
             continue
-        seen.add((name, kind))
+        seen.add((name, kind, plan.shapes[entry.param]))
         if _whole(name, ranks):
             experts = plan.shapes[entry.param][0]
             found.append((f"n_routed_experts {experts}", lambda n, experts=experts: n <= experts))
