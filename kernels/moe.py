@@ -76,7 +76,7 @@ def configure(kind, hidden, inter, rows):
         return Config((64, 128, 2, 3, None), (128 if rows <= 8 else 64, 128, 2, 3, None), 8)
     if kind == "int4" and hidden % 512 == 0:
         return Config((32, 128, 2, 6, 128) if rows == 1 else (64, 128, 2, 3, None), (32, 128, 2, 6, 128))
-    return Config((32, 64, 4, 4, None), (32, 64, 4, 4, None), 4 if inter % 1024 == 0 else 1)
+    return Config((32, 64, 4, 4, None), (16 if rows == 1 and hidden < 1024 else 32, 64, 4, 4, None), 4 if inter % 1024 == 0 else 1)
 
 
 def moe(x, w13, w2, ids, weights, base=None, shared=None, config=None):
