@@ -1,4 +1,7 @@
 """Which nodes of a drafted tree are worth a row of the target's forward, and what the forward taught about the draft's probabilities."""
+from itertools import accumulate
+from math import exp, inf
+
 import torch
 
 from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
@@ -28,29 +31,24 @@ def prune(laid, length, trust, price):
 
 
 def prune_ref(laid, length, trust, price):
-    gain = calibrated(laid, trust)
-    batch, size = gain.shape
-    order = gain.flatten().sort(descending=True, stable=True)
-    many = min(batch * size, len(price)) - 1
-    value = torch.where(order.values[:many] > -torch.inf, order.values[:many].exp().cumsum(0) - price[1:many + 1], -torch.inf)
-    best = value.max(0)
-    count = torch.where(best.values > -price[0], best.indices + 1, 0)
-    keep = torch.empty_like(laid.valid).view(-1).scatter_(0, order.indices, torch.arange(batch * size, device=price.device) < count)
-    keep = keep.view(batch, size)
+    added, found = factors(trust).tolist(), []
+    for b, rows in enumerate(zip(*(part.tolist() for part in (laid.scores, laid.parents, laid.depth, laid.valid)))):
+        scores, gains = rows[0], [0.0]
+        for score, parent, depth, _ in list(zip(*rows))[1:]:
+            edge = score - scores[parent] if score > -inf else score
+            gains.append(gains[parent] + min(edge + added[depth - 1][cell(edge)], 0.0))
+        found += [(-gain, b, row) for row, (gain, valid) in enumerate(zip(gains, rows[3])) if row and valid and gain > -inf]
+    keep = torch.zeros_like(laid.valid)
     keep[:, 0] = laid.valid[:, 0]
+    for _, b, row in pay(sorted(found), price.tolist()):
+        keep[b, row] = True
     return laid._replace(valid=keep, seen=laid.words * keep, positions=torch.where(keep, laid.positions, length[:, None]), slots=laid.slots * keep)
 
 
-def calibrated(laid, trust):
-    """fp32 [B, R]: the logarithm of each row's gain, -inf for the root and where not valid."""
-    edge = laid.scores - laid.scores.gather(1, laid.parents)
-    edge = edge + factors(trust).flatten()[cells(edge, laid.depth)]
-    edge = edge.clamp(max=0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    edge[:, 0] = 0
-    bits = laid.words[..., None] >> torch.arange(edge.shape[1], device=edge.device) & 1
-    gain = torch.where(bits.bool(), edge[:, None], 0).sum(-1).masked_fill_(~laid.valid, -torch.inf)
-    gain[:, 0] = -torch.inf
-    return gain
+def pay(order, price):
+    """Those of nodes in descending order of gain that are worth their price: order holds (-logarithm of gain, ...)."""
+    totals = list(accumulate((exp(-loss) for loss, *_ in order), initial=0.0))
+    return order[:max(range(len(totals)), key=lambda n: totals[n] - price[n])]
 
 
 def factors(trust):
@@ -58,26 +56,9 @@ def factors(trust):
     return ((trust[1] + PRIOR) / (trust[0] + PRIOR)).log()
 
 
-def cells(edge, depth):
-    """Each row's cell of trust[0], flat, by its logarithm of p."""
-    return (depth - 1).clamp(min=0) * BINS + (edge * -1.5).nan_to_num(nan=BINS).clamp(0, BINS - 1).long()
-
-
-def trim(laid, length, table, page_size):
-    """Without the rows that no request keeps: the reference's way to save their time; on the GPU rows are fixed and masked."""
-    kept = int(laid.valid.sum(1).max())
-    if kept == laid.valid.shape[1]:
-        return laid
-    batch, size = laid.valid.shape
-    order = (~laid.valid).sort(dim=1, stable=True).indices                                             # parents stay before children
-    row = torch.empty_like(order).scatter_(1, order, torch.arange(size).expand(batch, -1))
-    take = order[:, :kept]
-    parts = {name: part.gather(1, take) for name, part in laid._asdict().items()}
-    bits = (parts["words"][..., None] >> take[:, None]) & 1                                            # [B, kept, kept]
-    words, at = (bits << torch.arange(kept)).sum(-1), length[:, None] + torch.arange(kept)
-    slots = table.gather(1, at // page_size) * page_size + at % page_size
-    return laid._replace(**parts | {"parents": row.gather(1, parts["parents"]).clamp(max=kept - 1), "words": words,
-                                    "seen": words * parts["valid"], "slots": slots * parts["valid"]})
+def cell(edge):
+    """A node's bin by its logarithm of p."""
+    return min(int(-1.5 * max(-99.0, edge)), BINS - 1)
 
 
 def learn(laid, rows, count, trust, keep=0.995):
@@ -94,14 +75,13 @@ def learn(laid, rows, count, trust, keep=0.995):
 
 
 def learn_ref(laid, rows, count, trust, keep=0.995):
-    at = torch.arange(rows.shape[1], device=rows.device)
-    accepted = torch.zeros_like(laid.valid).scatter_(1, rows, at < count[:, None])
-    tried = accepted.gather(1, laid.parents) & laid.valid & (at > 0)
-    edge = laid.scores - laid.scores.gather(1, laid.parents)
-    cell = cells(edge, laid.depth).flatten()
-    trust.mul_(keep)
-    for part, value in zip(trust, (edge.exp(), accepted.float())):
-        part.view(-1).index_add_(0, cell, torch.where(tried, value, 0).flatten())
+    found = []
+    for path, n, *parts in zip(*(part.tolist() for part in (rows, count, laid.parents, laid.depth, laid.scores, laid.valid))):
+        accepted = set(path[:n])
+        found += [((depth - 1) * BINS + cell(edge), exp(edge), row in accepted) for row, (parent, depth, score, valid) in enumerate(zip(*parts))
+                  if row and valid and parent in accepted for edge in [score - parts[2][parent]]]
+    where, *values = torch.tensor(found, device=trust.device).view(-1, 3).T
+    trust.mul_(keep).view(2, -1).index_add_(1, where.long(), torch.stack(values))
 
 
 @jit

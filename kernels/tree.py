@@ -41,8 +41,7 @@ class Pool(NamedTuple):
         """
         if self.scores.is_cuda or self.scores.shape[1] < nodes:
             return False
-        worst = self.scores.topk(nodes, -1).values[:, -1]
-        return bool((frontier.amax(-1) <= worst).all())
+        return bool((frontier.amax(-1) <= self.scores.topk(nodes, -1).values[:, -1]).all())
 
     def filled(self, depth, topk):
         """The pool as it is after `depth` levels."""
@@ -128,50 +127,40 @@ def plant(pool, nodes, topk, pending, length, room, table, page_size):
     if batch:
         entries = pool.tokens.shape[1] if nodes else 1
         _plant[batch,](*(pool if nodes else (None,) * 3), pending, length, room, table, ints, scores, valid, batch, table.stride(0),
-                       ENTRIES=entries,
-                       P=power_of_two(entries), NODES=nodes, R=power_of_two(size), TOPK=topk, PAGE=page_size,
+                       ENTRIES=entries, P=power_of_two(entries), NODES=nodes, R=power_of_two(size), TOPK=topk, PAGE=page_size,
                        DEPTH=1 + -(-max(entries - topk, 0) // topk**2), num_warps=1 if entries <= 128 and size <= 8 else 4, **pdl(pending))
     return Laid(*ints, scores, valid)
 
 
 def plant_ref(pool, nodes, topk, pending, length, room, table, page_size):
-    if not nodes:
-        nothing = pending[:, None][:, :0]
-        return lay(nothing, nothing, nothing, pending, length, room, table, page_size, nothing.float())
-    chosen, parents = select(pool.scores, pool.parents, nodes)
-    depth = 2 + torch.div(chosen - topk, topk**2, rounding_mode="floor")
-    return lay(pool.tokens.gather(1, chosen), parents, depth.clamp(min=1), pending, length, room, table, page_size, pool.scores.gather(1, chosen))
+    found = [()] * len(pending)
+    for b, (tokens, scores, parents) in enumerate(zip(*(part.tolist() for part in pool))) if nodes else ():
+        found[b] = [(i, tokens[i], parents[i], 1 + (i - topk + topk**2) // topk**2, scores[i]) for i in select(scores, nodes)]
+    return lay(found, pending, length, room, table, page_size)
 
 
-def lay(tokens, parents, depth, pending, length, room, table, page_size, scores):
-    """Laid from node tensors [B, n] without the root; parents count the root as row 0."""
-    root = torch.zeros_like(pending[:, None])
-    scores = torch.cat([root.float(), scores], 1)
-    tokens, parents, depth = (torch.cat(both, 1) for both in ((pending[:, None], tokens), (root, parents), (root, depth)))
-    size = tokens.shape[1]
-    ancestors = torch.eye(size, device=tokens.device).expand(len(tokens), -1, -1).clone()
-    ancestors.scatter_(2, parents[..., None], 1.0)
-    for _ in range((size - 1).bit_length()):                                                           # paths of 2, 4, 8, ... steps
-        ancestors = torch.bmm(ancestors, ancestors).clamp_(max=1)
-    at, length = torch.arange(size, device=tokens.device), length[:, None]
-    words = (ancestors.bool() * (1 << at)).sum(-1)
-    valid = depth < room[:, None]
-    slots = torch.where(valid, slots_of(table, page_size, (length + at).expand_as(tokens)), 0)
-    return Laid(tokens, parents, depth, words, words * valid, torch.where(valid, length + depth, length), slots, scores, valid)
+def select(scores, nodes):
+    """The `nodes` best of a request's pool, by ascending index. Its scores: a child's is never above its parent's, its index is.
 
-
-def select(scores, parents, nodes):
-    """The `nodes` best of a pool, ancestors included by construction.
-
-    scores fp32 [B, P]: a child's is never above its parent's; parents int64 [B, P]: pool index, -1 for the root, always below the child's.
     A stable descending sort puts a parent before its children even on ties, so a prefix of the order is closed under parents.
-    Returns chosen int64 [B, nodes], ascending pool index, and their parents as rows of the tree (root 0).
     """
-    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :nodes]
-    chosen = order.sort(-1).values
-    row = torch.zeros_like(parents).scatter_(1, chosen, torch.arange(1, nodes + 1, device=scores.device).expand_as(chosen))
-    above = parents.gather(1, chosen)
-    return chosen, torch.where(above < 0, 0, row.gather(1, above.clamp(min=0)))
+    return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:nodes])
+
+
+def lay(nodes, pending, length, room, table, page_size):
+    """Laid from the nodes of every request, parents first, without the root: (number, token, the parent's number, depth, score), a parent that
+    is not among them is the root. Requests that have fewer than another get rows that are not valid."""
+    size, rows, scores = 1 + max(map(len, nodes), default=0), [], []
+    for some, root, start, space in zip(nodes, pending.tolist(), length.tolist(), room.tolist()):
+        numbers, words, missing = {-1: 0}, [], size - 1 - len(some)
+        for row, (number, token, parent, depth, score) in enumerate([(-1, root, -1, 0, 0.0), *some, *[(-1, root, -1, space, 0.0)] * missing]):
+            above, _ = numbers.get(parent, 0), numbers.setdefault(number, row)
+            words.append((words[above] if row else 0) | (1 if row < 63 else -1) << row)                # the last bit is the sign
+            rows.append((token, above, depth, words[row], *((words[row], start + depth) if depth < space else (0, start))))
+            scores.append(score)
+    ints, scores = torch.tensor(rows, device=length.device).T.reshape(6, -1, size), torch.tensor(scores, device=length.device).view(-1, size)
+    valid = ints[4] != 0
+    return Laid(*ints, slots_of(table, page_size, length[:, None] + torch.arange(size, device=length.device)) * valid, scores, valid)
 
 
 @jit

@@ -3,8 +3,6 @@
 Only speed depends on it: the text is a function of the target's logits and the keyed noise alone, whatever is verified.
 """
 from dataclasses import dataclass
-from math import exp
-from time import perf_counter
 
 import torch
 
@@ -13,7 +11,6 @@ from minispec.kernels.prune import BINS, factors
 
 NEVER = 1e30        # a price that no gain pays
 ROWS = 64           # of one forward at most, over all requests: rows of a captured round are there whether they are valid or not
-AHEAD = 1.3         # worth of another level over the probability that reaches it: levels below it, and the choice to stop there
 LEVELS = 1, 2, 4, 6, 8      # of the chains that are captured, besides the largest tree
 
 
@@ -21,7 +18,8 @@ LEVELS = 1, 2, 4, 6, 8      # of the chains that are captured, besides the large
 class Budget:
     """What Tree.best and Draft.grow ask. nodes: of a request at most; steps, topk: levels at most, children a node; trust: of
     kernels/prune.py, one for all batch sizes; price fp32 [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device. On
-    the CPU also, in tokens, level: what a level of the draft costs, row: a further row; factors: kernels.prune.factors of `trust`."""
+    the CPU also: prices, the same; in tokens, level: what a level of the draft costs, row: a further row; factors: kernels.prune.factors of
+    `trust`; and what Growth tells."""
     nodes: int
     steps: int
     topk: int
@@ -30,24 +28,9 @@ class Budget:
     level: float = 0.0
     row: float = 0.0
     factors: list | None = None
+    prices: list | None = None
     took: float = 0.0           # seconds of the newest level but the first
     grown: int = 0              # levels of the newest tree
-
-    def enough(self, frontier, depth):
-        """Whether the nodes of the last level that it would expand, a Frontier, promise less than another level costs. On the CPU only:
-        elsewhere the host does not know them. Levels are asked about in order."""
-        if self.factors is None:
-            return False
-        now = perf_counter()
-        above, gains, began = ([0.0] * len(frontier.take), [0.0] * len(frontier.take), None) if depth == 1 else self.before
-        self.took = now - began if began else 0.0
-        scores, paths = frontier.scores.flatten().tolist(), []
-        for score, parent in zip(scores, frontier.take.flatten().tolist()):
-            edge = score - above[parent] if score > -torch.inf else -torch.inf
-            cell = min(int(-1.5 * max(edge, -99.0)), BINS - 1)
-            paths.append(gains[parent] + min(edge + self.factors[depth - 1][cell], 0.0))
-        self.before = scores, paths, now
-        return sum(max(exp(path) * AHEAD - self.row, 0.0) for path in paths) <= self.level
 
 
 class Adaptive:
@@ -74,7 +57,7 @@ class Adaptive:
         """
         if (captured, size) not in self.curves:
             whole = captured or self.device.type != "cpu"
-            self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else [(self.shape.steps, 1), self.arms[-1]], whole)
+            self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else self.arms[-1:], whole)
         curve = self.curves[captured, size]
         if requests[-1] is not self.newest:
             curve.rest, curve.interval = 0, min(curve.interval, 16)
@@ -108,6 +91,7 @@ class Adaptive:
         budget.took = 0.0
         if more:
             price, budget.level = more
+            budget.prices = price
             budget.price.copy_(torch.tensor(price, pin_memory=budget.price.is_cuda), non_blocking=True)     # else it waits for the round before
             if self.device.type == "cpu":
                 last = min(self.shape.steps, len(price) - 1)

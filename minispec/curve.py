@@ -21,8 +21,8 @@ class Curve:
     spent: tokens a request and cost of a drafted round.
 
     arms: (levels, children tried a node) that can be asked for, the largest tree last. whole: a tree has all levels that it was asked for,
-    and the host cannot look inside; else the arms are a chain and a tree of the most levels, and the draft ends where it does not promise
-    enough and says what it took.
+    and the host cannot look inside; else there is one arm, the draft ends where it does not promise enough, expands no more than pays, and says
+    what it took.
     """
 
     def __init__(self, requests, nodes, arms, whole):
@@ -44,7 +44,7 @@ class Curve:
             return 0, 0, 0
         if self.interval:
             waits, self.probed = self.probed, not self.probed
-            return (0, 0, 0) if waits else (1, 1, self.requests)     # a probe: cheap, and it shows whether the text has changed
+            return (0, 0, 0) if waits else (1, self.arms[0][1], self.requests)     # a probe: cheap, and it shows whether the text has changed
         if self.drafted % OTHER == 0:       # what shorter chains are worth longer ones tell too
             place, tree = self.arms.index(self.arm), self.drafted // OTHER % 2
             return *self.arms[max(len(self.arms) - 2, 0) if self.arm == self.arms[-1] else -1 if tree else place + 1], None
@@ -129,7 +129,7 @@ class Curve:
     def best(self):
         """(tokens a cost, arm) of the arm that promises most; where the draft may end early, of any number of levels."""
         found, verify = [], self.costs()
-        for width in {1} if self.interval else {width for _, width in self.arms}:
+        for width in {self.arms[0][1]} if self.interval else {width for _, width in self.arms}:
             reached, gain = 1.0, 1.0
             for depth, hit in enumerate(self.hits, 1):
                 reached *= max(1 - (1 if width == 1 else self.ratio) * (1 - hit), 0)

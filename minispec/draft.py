@@ -6,6 +6,7 @@ import torch
 from minispec.batch import Rows
 from minispec.choice import draft_logits
 from minispec.kernels.fused_linear import fused_linear, rms_norm
+from minispec.kernels.growth import Growth
 from minispec.kernels.project import heads_front
 from minispec.kernels.tree import Pool, level
 from minispec.kernels.tree_attention import tree_attention
@@ -93,7 +94,7 @@ class Draft:
         return *self.project(self.fuse(hidden.states, index), rows, cache), words, take
 
     def grow(self, batch, cache, hidden, shape, budget=None):
-        """The tree of one round: extend with what the target made true, then up to shape.steps (1 or more) levels of guesses: a Pool.
+        """The tree of one round: extend with what the target made true, then up to shape.steps (1 or more) levels of guesses: a Pool, or a Growth.
 
         hidden: the HiddenBuffer; budget: adapt.Budget, which may ask for less or end the tree earlier. Only the last true row needs
         an output: one layer's KV depends on no attention. Guessed rows write KV at cache indices length, length + 1, ...: the next extension
@@ -103,19 +104,18 @@ class Draft:
         q, residual, words, take = self.read(batch, cache, hidden)
         q = q.flatten(0, 1)[take]
         steps, topk = (budget or shape).steps, (budget or shape).topk
-        pool, frontier = Pool.empty(len(take), steps, topk, take.device), None
+        growth = Growth(budget, batch, shape.scratch) if budget and budget.factors else None
+        pool, frontier = growth or Pool.empty(len(take), steps, topk, take.device), None
         above, view = length, self.view(batch, length, words[:, :1], longest)
         for depth in range(1, steps + 1):
             normed, recycled = self.attend(q, residual, view, cache, take)
             tokens, logp = self.children(normed, batch, above, topk)
-            frontier = level(tokens, logp, frontier, pool, depth, batch.length, batch.table, page)
-            now = pool.filled(depth, topk)
-            if depth == steps or (budget.enough(frontier, depth) if budget else now.settled(frontier.scores, shape.nodes)):
-                if budget:
-                    budget.grown = depth
+            frontier = growth.add(tokens, logp) if growth else level(tokens, logp, frontier, pool, depth, batch.length, batch.table, page)
+            now = growth or pool.filled(depth, topk)
+            if depth == steps or not frontier or not budget and now.settled(frontier.scores, shape.nodes):
                 return now
             above, take = frontier.above, frontier.take
-            view = self.view(batch, length.expand_as(take), frontier.words, longest + depth * topk)
+            view = self.view(batch, length.expand_as(take), frontier.words, longest + (growth.rows if growth else depth * topk))
             q, residual = self.project(recycled, Rows(frontier.tokens, frontier.positions, frontier.slots, view), cache, take)
 
     def view(self, batch, prefix, words, extent):

@@ -5,8 +5,9 @@ from functools import cached_property
 import torch
 
 from minispec.batch import Rows
-from minispec.kernels.prune import prune, trim
-from minispec.kernels.tree import Laid, lay, plant, select  # noqa: F401
+from minispec.kernels.growth import Growth
+from minispec.kernels.prune import prune
+from minispec.kernels.tree import Laid, lay, plant
 from minispec.kernels.view import View
 
 
@@ -25,20 +26,21 @@ class Tree:
     @classmethod
     def build(cls, batch, tokens, parents, depth, straight):
         """From node tensors [B, n] without the root; parents count the root as row 0."""
-        scores = torch.zeros_like(tokens, dtype=torch.float32)
-        return cls(lay(tokens, parents, depth, batch.pending, batch.length, batch.room, batch.table, batch.page_size, scores), straight)
+        nodes = [[(i, *node, 0.0) for i, node in enumerate(zip(*one), 1)] for one in zip(*(part.tolist() for part in (tokens, parents, depth)))]
+        return cls(lay(nodes, batch.pending, batch.length, batch.room, batch.table, batch.page_size), straight)
 
     @classmethod
     def best(cls, batch, pool, shape, budget=None):
         """The shape.nodes best of a pool, or with a Budget those of them that pay; no pool, no nodes: plain decoding."""
+        if isinstance(pool, Growth):
+            laid = pool.lay()
+            return cls(laid, laid.depth.tolist() == [list(range(laid.depth.shape[1]))] * len(laid.depth), len(laid.depth) > 1)
         nodes = min(budget.nodes if budget else shape.nodes, pool.tokens.shape[1]) if pool else 0
         topk = (budget or shape).topk
         laid = plant(pool, nodes, topk, batch.pending, batch.length, batch.room, batch.table, batch.page_size)
         if nodes and budget:
             laid = prune(laid, batch.length, budget.trust, budget.price)
-            laid = laid if laid.tokens.is_cuda else trim(laid, batch.length, batch.table, batch.page_size)
-        # a tree that was trimmed for one request has no row left that is not live
-        return cls(laid, topk == 1 or not nodes, bool(nodes and budget) and (laid.tokens.is_cuda or len(laid.tokens) > 1))
+        return cls(laid, topk == 1 or not nodes, bool(nodes and budget))
 
     def agreed(self, ranks):
         """Rank 0's tree, so that all verify the same one."""

@@ -10,7 +10,8 @@ from minispec.errors import MinispecError
 from minispec.kernels.choose import Sampling
 from minispec.params import SamplingParams
 from minispec.speculate import Shape
-from minispec.tree import Tree, select
+from minispec.kernels.tree import Pool, plant, select
+from minispec.tree import Tree
 from minispec.verify import accept
 
 import pytest
@@ -43,15 +44,18 @@ def pools(draw):
                 parents.append(parent)
                 depth.append(level)
         before = draw(st.permutations(now))[:width]
-    return scores, parents, depth, draw(st.integers(1, len(scores)))
+    return scores, parents, depth, draw(st.integers(1, min(len(scores), 63))), width
 
 
 @settings(max_examples=200, deadline=None)
 @given(pools())
 def test_select_is_closed_under_parents(pool):
-    scores, parents, depth, nodes = pool
-    chosen, rows = select(torch.tensor([scores]), torch.tensor([parents]), nodes)
-    chosen, rows = chosen[0].tolist(), rows[0].tolist()
+    scores, parents, depth, nodes, width = pool
+    batch, chosen = make_batch([3], pages=99), select(scores, nodes)
+    laid = plant(Pool(*(torch.tensor([part]) for part in (list(range(len(scores))), scores, parents))), nodes, width, batch.pending, batch.length,
+                 batch.room, batch.table, 4)
+    rows = laid.parents[0, 1:].tolist()
+    assert laid.tokens[0].tolist() == [batch.pending.item(), *chosen] and laid.depth[0].tolist() == [0, *(depth[i] for i in chosen)]
     assert len(chosen) == nodes and chosen == sorted(set(chosen))
     for row, entry in enumerate(chosen, 1):
         above = rows[row - 1]
