@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minispec.curve import REFRESH, Curve
+from minispec.curve import LIMIT, REFRESH, Curve
 from minispec.kernels.prune import BINS, factors
 
 NEVER = 1e30        # a price that no gain pays
@@ -68,7 +68,7 @@ class Adaptive:
             self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else self.arms[-1:], whole)
         curve = self.curves[captured, size]
         if requests[-1] is not self.newest:
-            curve.rest, curve.interval = 0, min(curve.interval, 16)
+            curve.rest, curve.interval, curve.lost = 0, min(curve.interval, 16), min(curve.lost, LIMIT - 0.8)
         self.newest, (depth, width, nodes) = requests[-1], curve()
         if not depth:
             return [0]
@@ -96,7 +96,6 @@ class Adaptive:
         if (captured, size) in self.curves and not self.curves[captured, size].trials:
             self.ahead = (captured, size, requests), self._plan(captured, size, requests)
 
-    @torch.inference_mode()
     def follow(self, size, plan):
         """The Budget of the round that rank 0 planned, or None for a plain one."""
         if not plan[0]:
@@ -106,7 +105,8 @@ class Adaptive:
         budget.took = 0.0
         if more:
             budget.prices, budget.level = price, _ = more
-            budget.price.copy_(torch.tensor(price))
+            with torch.inference_mode():
+                budget.price.copy_(torch.tensor(price))
             if self.device.type == "cpu":
                 last = min(self.shape.steps, len(price) - 1)
                 budget.row = min((price[last] - price[1]) / max(last - 1, 1), 1.0)
