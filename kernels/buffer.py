@@ -7,8 +7,8 @@ from minispec.kernels.tree import slots_at, slots_of
 
 def keep(states, rows, tokens, length, seats, buffer, following, first, append=False):
     """In place: the states of an accepted path, in path order, and the token after each, at each request's seat, which begins with the
-    position `length`; append: behind what lies there. What the capacity does not hold may overwrite its last place (only seats that nobody
-    reads get so far).
+    position `length`; append: behind what lies there. What the capacity does not hold is lost or overwrites the last place (only seats that
+    nobody reads get so far).
 
     states [B, R, W] of a forward's rows; rows, tokens int64 [B, r]: the path, and what follows each of its rows; length, seats int64 [B];
     buffer [seats, capacity, W], following int64 [seats, capacity], first int64 [seats]: the position of a seat's first state.
@@ -24,10 +24,9 @@ def keep(states, rows, tokens, length, seats, buffer, following, first, append=F
 
 def keep_ref(states, rows, tokens, length, seats, buffer, following, first, append=False):
     if append:      # one by one: of one state, which it is, that takes a third of what advanced indexing takes
-        for b, (seat, at) in enumerate(zip(seats.tolist(), (length - first[seats]).tolist())):
-            for row, token in zip(rows[b].tolist(), tokens[b]):
-                place, at = min(at, buffer.shape[1] - 1), at + 1
-                buffer[seat, place], following[seat, place] = states[b, row], token
+        for seat, at, some, path, after in zip(seats.tolist(), length.tolist(), states, rows.tolist(), tokens.tolist()):
+            for place, row, token in zip(range(at - first.tolist()[seat], buffer.shape[1]), path, after):
+                buffer[seat, place], following[seat, place] = some[row], token
     else:
         buffer[seats, :rows.shape[1]] = states.gather(1, rows[..., None].expand(-1, -1, states.shape[-1]))
         following[seats, :rows.shape[1]], first[seats] = tokens, length

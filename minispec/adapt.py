@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minispec.curve import REFRESH, Curve
+from minispec.curve import LIMIT, REFRESH, Curve
 from minispec.kernels.prune import BINS, factors
 
 NEVER = 1e30        # a price that no gain pays
@@ -60,7 +60,7 @@ class Adaptive:
             self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else self.arms[-1:], whole)
         curve = self.curves[captured, size]
         if requests[-1] is not self.newest:
-            curve.rest, curve.interval = 0, min(curve.interval, 16)
+            curve.rest, curve.interval, curve.lost = 0, min(curve.interval, 16), min(curve.lost, LIMIT - 0.8)
         self.newest, (depth, width, nodes) = requests[-1], curve()
         if not depth:
             return [0]
@@ -81,7 +81,6 @@ class Adaptive:
         if (captured, size) in self.curves:
             self.curves[captured, size].saw(*round)
 
-    @torch.inference_mode()
     def follow(self, size, plan):
         """The Budget of the round that rank 0 planned, or None for a plain one."""
         if not plan[0]:
@@ -90,9 +89,9 @@ class Adaptive:
         budget.steps, budget.topk, *more = plan
         budget.took = 0.0
         if more:
-            price, budget.level = more
-            budget.prices = price
-            budget.price.copy_(torch.tensor(price, pin_memory=budget.price.is_cuda), non_blocking=True)     # else it waits for the round before
+            budget.prices, budget.level = price, _ = more
+            with torch.inference_mode():        # pinned and not waited for: else the host waits for the round before
+                budget.price.copy_(torch.tensor(price, pin_memory=budget.price.is_cuda), non_blocking=True)
             if self.device.type == "cpu":
                 last = min(self.shape.steps, len(price) - 1)
                 budget.row = min((price[last] - price[1]) / max(last - 1, 1), 1.0)

@@ -3,6 +3,7 @@ from itertools import accumulate
 
 PLAIN = -1          # where others say how many nodes a round verified
 LONG, SHORT = 32, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
+LIMIT = 6           # plain rounds that drafting may lose before it rests
 PROBE = 128         # plain rounds between two probes at most, from 8 on
 REFRESH = 4         # rounds between two looks at the prices
 OTHER = 32          # rounds between two that draft otherwise than seems to pay
@@ -35,6 +36,8 @@ class Curve:
         self.gain, self.spent, self.drafted, self.age, self.arm = 1.0, 1.0, 0, 0, arms[-1]
         # plain rounds to come, between two probes, and when it last came back; whether a probe's round is not seen yet
         self.rest, self.interval, self.last, self.probed = 0, 0, 4, False
+        # what drafting has lost, in plain rounds, where what it wins counts only as far as it makes up for losses (Page's test); and won
+        self.lost, self.won = LIMIT - 2.0, 0.0         # a draft that nobody knows may lose less
 
     def __call__(self):
         """The next round: levels to draft, 0 for a plain round; children a node; nodes to try, or None for as many as the prices say."""
@@ -44,7 +47,7 @@ class Curve:
             return 0, 0, 0
         if self.interval:
             waits, self.probed = self.probed, not self.probed
-            return (0, 0, 0) if waits else (1, self.arms[0][1], self.requests)     # a probe: cheap, and it shows whether the text has changed
+            return (0, 0, 0) if waits else (1, 1, self.requests) if self.whole else (*self.arm, None)      # a probe: has the text changed?
         if self.drafted % OTHER == 0:       # what shorter chains are worth longer ones tell too
             place, tree = self.arms.index(self.arm), self.drafted // OTHER % 2
             return *self.arms[max(len(self.arms) - 2, 0) if self.arm == self.arms[-1] else -1 if tree else place + 1], None
@@ -70,7 +73,10 @@ class Curve:
         share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
         self.wide[width] += (nodes / (depth * self.requests) - self.wide[width]) * share * (nodes > 0)
         self.spent += (cost + drafting / self.base - self.spent) * share
-        self.gain += (sum(counts) / len(counts) - self.gain) * share if counts else 0
+        if counts:
+            self.gain += (sum(counts) / len(counts) - self.gain) * share
+            won = sum(counts) / len(counts) - (cost + drafting / self.base) / self.plain
+            self.won, self.lost = self.won + won, min(max(self.lost - won, 0), LIMIT)
         ratio, other = 1.0 if width == 1 else self.ratio, not self.interval and (width == 1) != (self.arm[1] == 1)
         for count in counts:
             for k in range(min(count, depth, -(-nodes // self.requests))):
@@ -83,8 +89,13 @@ class Curve:
                 elif k < self.arm[0]:           # of levels that are known by the usual arm
                     seen = (self.ratio * expected, miss) if width == 1 else (miss, expected)
                     self.missed = [0.98 * known + new for known, new in zip(self.missed, seen)]
-        if self.interval or self.age % REFRESH == 0:
-            self._decide(max(counts, default=1) > 1)
+        if self.interval or self.lost >= LIMIT or self.age % REFRESH == 0:
+            self._decide()
+
+    @property
+    def plain(self):
+        """The cost of a plain round: what verifies nothing costs no more."""
+        return min(self.cost.get(PLAIN, 1e9), self.cost.get(0, 1e9))
 
     @property
     def ratio(self):
@@ -110,19 +121,15 @@ class Curve:
                 cost = seconds / self.base - self.first - self.level[width] * (depth - 1)
                 self.cost[nodes], self.seen[nodes] = min(max(cost, 0.1), self.cost.get(nodes, 1e9)), 2
 
-    def _decide(self, accepted):
-        """Go on with the arm that promises most, or rest; a probe of which something was accepted is worth another one at once."""
-        worth, arm = self.best()
+    def _decide(self):
+        """Go on with the arm that promises most, or rest when too much is lost: so a probe that won may lose as much again, and no more."""
+        _, arm = self.best()
         if not self.interval:
             self.drafted = self.drafted if arm == self.arm else min(self.drafted, SHORT)
-            worth = min(worth if self.whole else 1e9, self.gain / self.spent)       # no promise that rounds do not keep
         self.arm = arm
-        # what is worse by less than a young average can tell goes on
-        if 1 / self.cost.get(PLAIN, 1e9) > worth * (1 + (not self.interval) / self.drafted):
-            if self.interval and accepted:
-                self.rest = 0
-            else:       # what came back for nothing is probed half as often as before
-                self.interval = self.rest = min(2 * (self.interval or (self.last if self.drafted < LONG else 4)), PROBE)
+        if self.lost >= LIMIT:     # what came back for nothing is probed half as often as before
+            self.interval = self.rest = min(2 * (self.interval or (4 if self.won > 0 else self.last)), PROBE)
+            self.won = 0.0
         elif self.interval:
             self.last, self.interval, self.drafted = self.interval, 0, SHORT
 
@@ -169,5 +176,5 @@ class Curve:
 
     def prices(self, requests):
         """Tokens that a round of 0 ... requests * nodes verified nodes must bring, its cost times the present tokens a cost, and a level's."""
-        rate = requests * self.gain / self.spent
+        rate = requests * max(self.gain / self.spent, 1 / self.plain)
         return [rate * cost for cost in self.costs()], rate * self.level[self.arm[1]]

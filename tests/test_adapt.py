@@ -186,7 +186,10 @@ def world(curve, rounds, cost, accept, seed=0, level=0.1, speed=lambda i: 1.0, w
         depth, width, nodes = curve()
         nodes = (wanted(g) if wanted else min(depth * width, curve.nodes)) if depth and nodes is None else nodes
         one = level * (1.4 if width > 1 else 1)
-        emitted, drafting = accept(depth, width, nodes, g) if depth else 1, depth * one
+        emitted = accept(depth, width, nodes, g) if depth else 1
+        if not curve.whole and not wanted:      # such a draft sees, one level too late, where it is wrong
+            depth = nodes = min(depth, emitted)
+        drafting = depth * one
         took = (cost(nodes) + drafting) * speed(i) * g.choice([1, 1, 1, 1.05, 1.1, 3.0 if i % 17 == 0 else 1])
         curve.saw(depth, width, nodes, [emitted], took, *() if curve.whole else (drafting * speed(i), one * speed(i) * (depth > 1)))
         tokens, seconds = tokens + emitted, seconds + cost(nodes) + drafting
@@ -227,8 +230,8 @@ def test_a_worthless_draft_costs_little_and_may_come_back(whole, seed):
     world(curve, 60, true, chain([0] * 6), seed)
     tokens, seconds, depths = world(curve, 1000, true, chain([0] * 6), seed)
     assert 6 < sum(map(bool, depths)) < 25 and depths.count((1, 1 if whole else 4)) > 6 and tokens / seconds > 0.99
-    assert sum(map(bool, world(curve, 700, true, chain([0.9] * 6), seed, wanted=lambda g: 6)[2])) > 250 and curve.interval == 0
-    assert sum(map(bool, world(curve, 300, true, chain([0.8, 0.8, 0.6, 0.6, 0, 0]), seed, wanted=lambda g: 4)[2])) > 280      # 1.5 times plain
+    assert sum(map(bool, world(curve, 700, true, chain([0.9] * 6), seed)[2])) > 250 and curve.interval == 0
+    assert sum(map(bool, world(curve, 300, true, chain([0.8, 0.8, 0.6, 0.6, 0, 0]), seed)[2])) > 280      # 1.3 times plain or more
 
 
 @pytest.mark.parametrize("row, level", itertools.product((0.003, 0.02, 0.08), (0.03, 0.1, 0.3)))
@@ -266,7 +269,7 @@ def test_a_new_request_is_worth_a_probe():
     curve = known.curves[False, 1]
     curve.trials, curve.rest, curve.interval, curve.cost = [], 40, 128, {PLAIN: 1.0, 1: 1.5, 2: 1.6}
     curve.seen = {PLAIN: 9, 1: 9, 2: 9}
-    assert known.plan(False, 1, [one]) == [0] and known.plan(False, 1, [two])[:2] == [1, 2] and curve.rest == 0
+    assert known.plan(False, 1, [one]) == [0] and known.plan(False, 1, [two])[:2] == [4, 2] and curve.rest == 0
 
 
 @pytest.fixture
