@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minispec.curve import LIMIT, REFRESH, Curve
+from minispec.curve import REFRESH, Curve
 from minispec.kernels.prune import BINS, factors
 
 NEVER = 1e30        # a price that no gain pays
@@ -60,7 +60,7 @@ class Adaptive:
             self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else self.arms[-1:], whole)
         curve = self.curves[captured, size]
         if requests[-1] is not self.newest:
-            curve.rest, curve.interval, curve.lost = 0, min(curve.interval, 16), min(curve.lost, LIMIT - 0.8)
+            curve.newcomer()
         self.newest, (depth, width, nodes) = requests[-1], curve()
         if not depth:
             return [0]
