@@ -46,7 +46,7 @@ class Processes:
     def __init__(self, tmp_path, monkeypatch):
         self.path, self.mark, self.monkeypatch = tmp_path, f"MINISPEC_TEST={tmp_path}", monkeypatch
         (tmp_path / "sitecustomize.py").write_text(CUSTOM)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TRITON_INTERPRET"):      # the ranks are without Triton, as a user's on a CPU
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("MINISPEC_TEST", str(tmp_path))
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
