@@ -202,6 +202,23 @@ def test_interrupt_in_a_step_waits_for_its_end(processes, alone, monkeypatch):
     assert not processes.alive()
 
 
+@pytest.mark.parametrize("place", ["plan", "round"])
+def test_interrupted_requests_end_on_every_rank(place, processes, alone, monkeypatch):
+    """Those of other streams too, before these are read; before the ranks are told of a step, and in it."""
+    with pair(tensor_parallel=2) as engine:
+        streams, real = [engine.stream(prompt, GREEDY) for prompt in PROMPTS], getattr(engine.runner, place)
+        next(streams[0]), next(streams[1])
+        monkeypatch.setattr(engine.runner, place, lambda *args: signal.raise_signal(signal.SIGINT) or real(*args))
+        with pytest.raises(KeyboardInterrupt):
+            list(streams[0])
+        monkeypatch.setattr(engine.runner, place, real)
+        assert engine.generate(PROMPTS[0], GREEDY) == alone["greedy"][0]
+        with pytest.raises(MinispecError, match="interrupted at position"):
+            list(streams[1])
+        assert engine.generate(PROMPTS, GREEDY) == alone["greedy"]
+    assert not processes.alive()
+
+
 def test_command_line_and_torchrun_print_what_one_rank_prints(processes, alone):
     """Both at once on one host; the torchrun ranks above 0 print nothing."""
     runs = [processes.generate("--json", "--tensor-parallel", 2), processes.generate("--json", start=TORCHRUN)]
