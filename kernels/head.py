@@ -13,7 +13,8 @@ from minispec.kernels.jit import INTERPRET, jit, power_of_two, tl, use_triton
 from minispec.kernels.linear import linear
 from minispec.kernels.noise import keyed_noise, noised
 
-LEAST = tl.constexpr(-(2**63))
+LOWEST = -(2**63)
+LEAST = tl.constexpr(LOWEST)        # in kernels
 
 
 def _launch(kernel, hidden, head, *tensors, **constants):
@@ -61,7 +62,7 @@ def shard_topk(hidden, head, first, ids, topk, sampling, positions, strict=False
     head, their logits at the temperature, and the logarithm of the sum of exp, these as the bits of fp32. ids int64: target ids of its rows."""
     if use_triton(hidden):
         key, logit, total = head_topk(hidden, head, ids, topk, sampling, positions, strict, part=True)
-        key = key.clamp(min=LEAST.value + 2**32) - first
+        key = key.clamp(min=LOWEST + 2**32) - first
     else:
         logits = linear(hidden, head).float()
         if not sampling.all_greedy:
@@ -71,7 +72,7 @@ def shard_topk(hidden, head, first, ids, topk, sampling, positions, strict=False
         key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) + (0xFFFFFFFF - first - torch.arange(len(head), device=head.device))
         key = key.topk(min(topk, len(head))).values
         logit = logits.gather(-1, 0xFFFFFFFF - first - (key & 0xFFFFFFFF))
-        key, logit = (torch.nn.functional.pad(x, (0, topk - key.shape[-1]), value=low) for x, low in ((key, LEAST.value), (logit, 0.0)))
+        key, logit = (torch.nn.functional.pad(x, (0, topk - key.shape[-1]), value=low) for x, low in ((key, LOWEST), (logit, 0.0)))
         broken = logits.isnan() | (logits == torch.inf) | strict * (logits == -torch.inf)
         total = logits.logsumexp(-1).masked_fill(broken.any(-1), torch.nan)
     return torch.cat([key, logit.view(torch.int32).long(), total.view(torch.int32).long()[..., None]], -1)

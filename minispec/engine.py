@@ -250,8 +250,7 @@ class Engine:
     def _step(self, plans=None):
         """One step of the scheduler: a chunk of one prompt, or a round for all running requests, as rank 0 planned it."""
         self._check_open()
-        step = self.scheduler.next()
-        if step is None:
+        if (step := self.scheduler.next()) is None:
             raise MinispecError("every cache page is held by requests of another stream of this pair; read that one first, or close it")
         kind, *what = step
         lost = what[0] if kind == "round" else what[:1]
@@ -261,7 +260,8 @@ class Engine:
         finally:        # also of Ctrl-C: what is half done can neither be kept nor repeated, so its requests end
             for request in lost:
                 self._inbox[id(request)].append(MinispecError(f"prompt {request.index}: interrupted at position {request.length}; give it again"))
-                self.scheduler.finish(request)
+            with self._announce("finish", list(map(id, lost))) if lost else nullcontext():      # their streams may be read much later
+                deque(map(self.scheduler.finish, lost), maxlen=0)
 
     def _compute(self, kind, what, plans):
         """Runs a step and hands its events to the streams. plans: rank 0's, on the others."""

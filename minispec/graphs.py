@@ -126,7 +126,7 @@ class Graphs:
     def __init__(self, runner):
         self.runner, self.places, self.rounds = runner, {}, {}
         self.flights, self.ahead = [], True         # rounds that nobody has read yet; whether one may be queued behind another
-        self.pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None    # one for all: a replay's result is read at once
+        self.pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None    # one for all: a result is copied at once
 
     @staticmethod
     def fits(request):

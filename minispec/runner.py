@@ -99,6 +99,7 @@ class Runner:
         for graphs in filter(None, [self.graphs, *(self.family if whole else ())]):
             graphs.rounds.clear()
             graphs.flights.clear()
+            graphs.places.clear()           # of a round that nobody reads any more they know, their requests do not
 
     def prefill(self, request, start, stop):
         """A chunk of one prompt: what `round` returns when it was the last one, else two empty lists."""
@@ -151,7 +152,7 @@ class Runner:
             flight = self.flights.pop(0)
             (out, seconds), (steps, *_), parts = flight.read(), flight.plan, ()
             found = [one for request, one in zip(flight.requests, out) if request.slot is not None]
-            logprobs, rows = [None] * len(found), sum(one[-1] for one in out) - len(out)
+            logprobs, rows = [None] * len(found), sum(max(one[-1] - 1, 0) for one in out)         # past the context's end no root either
         else:
             flight, began = Flight(requests, *plans, self._waits(requests) >= self.shape.unread), perf_counter()
             budget = self.adaptive and self.adaptive.follow(size, flight.plan)

@@ -154,6 +154,20 @@ def test_plain_shares_the_caches(pair):
     assert len({tuple(map(tuple, (one.ids for one in out))) for out in outputs}) == 1 and outputs[0][0].accepted == outputs[2][0].accepted
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_who_shares_a_closed_engines_models_goes_on(steps, pair):
+    """Its captured rounds go too, with one that was under way."""
+    eager, replayed = pair("chain", max_batch=2)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    other, whole = replayed.reshaped(steps, 1), eager.reshaped(steps, 1).generate([7, 301, 45], params)
+    stream = other.stream([7, 301, 45], params)
+    ids = [token for _ in range(4) for token in next(stream).ids]
+    assert other.runner.flights
+    replayed.close()
+    events = list(stream)
+    assert ids + [token for event in events for token in event.ids] == whole.ids and sum(event.accepted for event in events) >= 5 * (steps > 0)
+
+
 def test_nothing_is_uploaded_while_the_requests_stay(pair, monkeypatch):
     """One batch is assembled a change of company, and one list read a round."""
     _, replayed = pair("chain", max_batch=2)

@@ -46,7 +46,7 @@ class Processes:
     def __init__(self, tmp_path, monkeypatch):
         self.path, self.mark, self.monkeypatch = tmp_path, f"MINISPEC_TEST={tmp_path}", monkeypatch
         (tmp_path / "sitecustomize.py").write_text(CUSTOM)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TRITON_INTERPRET"):      # the ranks are without Triton, as a user's on a CPU
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("MINISPEC_TEST", str(tmp_path))
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -199,6 +199,23 @@ def test_interrupt_in_a_step_waits_for_its_end(processes, alone, monkeypatch):
             engine.generate(PROMPTS, SAMPLED)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert engine.generate(PROMPTS, SAMPLED) == alone["sampled"]
+    assert not processes.alive()
+
+
+@pytest.mark.parametrize("place", ["plan", "round"])
+def test_interrupted_requests_end_on_every_rank(place, processes, alone, monkeypatch):
+    """Those of other streams too, before these are read; before the ranks are told of a step, and in it."""
+    with pair(tensor_parallel=2) as engine:
+        streams, real = [engine.stream(prompt, GREEDY) for prompt in PROMPTS], getattr(engine.runner, place)
+        next(streams[0]), next(streams[1])
+        monkeypatch.setattr(engine.runner, place, lambda *args: signal.raise_signal(signal.SIGINT) or real(*args))
+        with pytest.raises(KeyboardInterrupt):
+            list(streams[0])
+        monkeypatch.setattr(engine.runner, place, real)
+        assert engine.generate(PROMPTS[0], GREEDY) == alone["greedy"][0]
+        with pytest.raises(MinispecError, match="interrupted at position"):
+            list(streams[1])
+        assert engine.generate(PROMPTS, GREEDY) == alone["greedy"]
     assert not processes.alive()
 
 
