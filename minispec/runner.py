@@ -187,7 +187,7 @@ class Runner:
             return 0
         most = max(request.length - request.draft_length for request in requests)
         for flight in self.flights:
-            most = flight.plan[0] + 1 if flight.plan[0] else (1 if flight.caught else most) + 1
+            most = min(flight.plan[0], self.shape.nodes) + 1 if flight.plan[0] else (1 if flight.caught else most) + 1
         return most
 
     def _check(self, requests, found):
