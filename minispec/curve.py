@@ -93,9 +93,9 @@ class Curve:
             self._decide()
 
     def newcomer(self):
-        """Another request, perhaps another text: it is probed at once, and may lose a little; once only where no probe was ever met of late."""
-        credit, interval = (0.8, 16) if self.hits[0] > 0.002 else (0.1, PROBE)
-        self.rest, self.lost, self.interval = 0, min(self.lost, LIMIT - credit), min(self.interval, interval)
+        """Another request, perhaps another text: it is probed at once, and may lose a little. (Only one probe where none was met of late left
+        text alone that begins badly.)"""
+        self.rest, self.lost, self.interval = 0, min(self.lost, LIMIT - 0.8), min(self.interval, 16)
 
     @property
     def plain(self):
