@@ -160,7 +160,7 @@ class Runner:
                 self.speculator.catch_up(self.assemble(requests))
             path = self.speculator.round(self.assemble(requests), budget)
             (found, logprobs), rows = path.read(), int(path.valid.sum()) - len(requests) if budget else 0
-            inside, seconds = budget and self.device.type == "cpu", perf_counter() - began
+            inside, seconds = budget and budget.factors, perf_counter() - began
             steps, *parts = (budget.grown, self.speculator.drafting, budget.took) if inside else flight.plan[:1]
         if self.adaptive:
             emitted = [count for (count, *_), request in zip(found, requests) if request.room > steps]
