@@ -1,5 +1,5 @@
 """Rounds looked into: what the draft and the target take, and which experts the verified rows want."""
-from copy import copy
+from copy import copy, deepcopy
 from statistics import mean
 from time import perf_counter
 from typing import NamedTuple
@@ -30,6 +30,7 @@ class Trace:
     def __enter__(self):
         runner = self.engine.runner
         self.kept, speculator = (runner.speculator, runner.graphs), copy(runner.speculator)
+        self.learnt = deepcopy(runner.adaptive.curves) if runner.adaptive else None         # rounds that are looked into take longer
         speculator.target = copy(speculator.target)
         speculator.target.trace = self.route
         if speculator.draft:
@@ -46,6 +47,8 @@ class Trace:
 
     def __exit__(self, *error):
         self.engine.runner.speculator, self.engine.runner.graphs = self.kept
+        if self.engine.runner.adaptive:
+            self.engine.runner.adaptive.curves = self.learnt
 
     def captured(self, run, known):
         """Marks and choices of the round that is replayed next, which is not the one captured last."""

@@ -179,6 +179,18 @@ def test_trace_counts_what_the_router_chose(engine, monkeypatch):
     assert engine.runner.speculator is speculator and engine.target.trace is None and engine.generate(PROMPT, greedy(30)) == before
 
 
+def test_what_is_looked_into_teaches_an_adaptive_tree_nothing(engine):
+    """Its rounds take longer. What was learnt before stays."""
+    auto = engine.reshaped(3, 3, "auto")
+    auto.generate(PROMPT, greedy(30))
+    (curve,), before = auto.runner.adaptive.curves.values(), {}
+    before.update((name, repr(value)) for name, value in vars(curve).items())
+    with Trace(auto) as trace:
+        assert len(trace.rounds(PROMPT, greedy(30))) > 4 and curve.age > int(before["age"])
+    (curve,) = auto.runner.adaptive.curves.values()
+    assert {name: repr(value) for name, value in vars(curve).items()} == before
+
+
 def test_bytes_of_a_forward(engine):
     """All experts: every parameter but the embedding; k of E: less the routed tensors' share. One row takes k, many take E."""
     c, parameters = engine.target_config, engine.target.parameters
