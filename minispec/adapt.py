@@ -87,7 +87,6 @@ class Adaptive:
             return None
         budget = self.budget(size)
         budget.steps, budget.topk, *more = plan
-        budget.took = 0.0
         if more:
             budget.prices, budget.level = price, _ = more
             with torch.inference_mode():        # pinned and not waited for: else the host waits for the round before
