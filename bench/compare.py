@@ -193,7 +193,7 @@ VALUES = {
 
 
 def speeds(settings, kinds, described):
-    """The figures of all kinds; those of each go into `described`. Each is a median over prompts, spread over repeats."""
+    """The figures of all kinds; those of each go into `described`. Each is a mean over prompts (readings.by_kind), spread over repeats."""
     result = {}
     for name, value in VALUES.items():
         found = by_kind(table(settings[0], value), kinds)

@@ -3,6 +3,7 @@ import json
 import platform
 import random
 from pathlib import Path
+from statistics import harmonic_mean
 from time import perf_counter
 from typing import NamedTuple
 
@@ -133,15 +134,16 @@ def interval(outputs, draws=2000, seed=0):
 
 
 def by_kind(table, kinds):
-    """table[repeat][prompt], None for a run that says nothing -> {kind: one median over its prompts a repeat}."""
+    """table[repeat][prompt], None for a run that says nothing -> {kind: one value a repeat}: the harmonic mean over its prompts, as speeds and
+    speed-ups of equally many tokens combine. (A median is of one or two prompts, and their text is the same in every repeat.)"""
     found = {}
     for kind in dict.fromkeys(kinds):
         rows = [[value for value, of in zip(row, kinds) if of == kind and value is not None] for row in table]
         if all(rows):
-            found[kind] = [quantile(row, 0.5) for row in rows]
+            found[kind] = [harmonic_mean(row) for row in rows]
     return found
 
 
 def mix(found):
-    """One value a repeat over all kinds: their harmonic mean, as speeds and speed-ups of equally many tokens of each combine."""
-    return [len(values) / sum(1 / value for value in values) for values in zip(*found.values())]
+    """One value a repeat over all kinds, each counting as much: their harmonic mean."""
+    return [harmonic_mean(values) for values in zip(*found.values())]

@@ -59,12 +59,12 @@ def test_interval_is_the_bootstrap_over_prompts():
     assert interval(outputs[:1]) is None and interval([output(5, [1, 1])] * 4) == [2, 2]
 
 
-def test_speeds_are_medians_over_prompts_and_a_harmonic_mean_over_kinds():
+def test_speeds_combine_as_times_do_over_prompts_and_over_kinds():
     kinds = ["a", "b", "a", "a", "c"]
     table = [[1.0, 2.0, 3.0, 8.0, None], [2.0, 6.0, None, 4.0, None]]
     found = by_kind(table, kinds)
-    assert found == {"a": [3.0, 3.0], "b": [2.0, 6.0]}
-    assert mix(found) == [2 / (1 / 3 + 1 / 2), 2 / (1 / 3 + 1 / 6)]
+    assert found == {"a": [3 / (1 + 1 / 3 + 1 / 8), 2 / (1 / 2 + 1 / 4)], "b": [2.0, 6.0]}
+    assert mix(found) == pytest.approx([2 / ((1 + 1 / 3 + 1 / 8) / 3 + 1 / 2), 2 / ((1 / 2 + 1 / 4) / 2 + 1 / 6)])
 
 
 class Stub:
