@@ -11,12 +11,12 @@ from minispec.kernels.prune import BINS, factors
 
 NEVER = 1e30        # a price that no gain pays
 ROWS = 64           # of one forward at most, over all requests: rows of a captured round are there whether they are valid or not
-LEVELS = 1, 2, 4, 6, 8      # of the chains that are captured, besides the largest tree
+LEVELS = 1, 2, 4, 6, 8      # of the trees that are captured, besides the highest
 
 
 @dataclass
 class Budget:
-    """What Tree.best and Draft.grow ask. nodes: of a request at most; steps, topk: levels at most, children a node; trust: of
+    """What Tree.best and Draft.grow ask. nodes: of a request at most; steps, topk: levels at most, children tried a node; trust: of
     kernels/prune.py, one for all batch sizes; price fp32 [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device. On
     the CPU also: prices, the same; in tokens, level: what a level of the draft costs, row: a further row; factors: kernels.prune.factors of
     `trust`; and what Growth tells."""
@@ -38,7 +38,7 @@ class Adaptive:
 
     def __init__(self, shape, device):
         self.shape, self.device = shape, device
-        self.arms = list(dict.fromkeys([*((n, 1) for n in (*LEVELS, shape.steps) if n <= shape.steps), (shape.steps, shape.topk)]))
+        self.arms = sorted({*(levels for levels in LEVELS if levels < shape.steps), shape.steps})
         self.trust = torch.zeros(2, shape.steps, BINS, device=device)
         self.curves, self.budgets, self.newest, self.usual = {}, {}, None, None
 
@@ -50,8 +50,8 @@ class Adaptive:
         return self.budgets[size]
 
     def plan(self, captured, size, requests):
-        """What rank 0 says of the next round, in terms of JSON: [levels, children a node, and where they change price and level], or [0] for
-        a plain round.
+        """What rank 0 says of the next round, in terms of JSON: [levels, and where they change price and level], or [0] for a plain
+        round.
 
         captured: whether it is a CUDA graph; requests: who is in it, oldest first: a new one is worth a probe.
         """
@@ -61,16 +61,16 @@ class Adaptive:
         curve = self.curves[captured, size]
         if requests[-1] is not self.newest:
             curve.newcomer()
-        self.newest, (depth, width, nodes) = requests[-1], curve()
+        self.newest, (depth, nodes) = requests[-1], curve()
         if not depth:
             return [0]
         usual, self.usual = self.usual, (captured, size) if nodes is None else None
         if self.usual and usual == self.usual and curve.age % (4 * REFRESH if curve.whole else REFRESH):       # an upload, there
-            return [depth, width]
+            return [depth]
         price, level = curve.prices(len(requests)) if nodes is None else ([0.0] * (nodes + 1) + [NEVER] * (size * curve.nodes - nodes), 0.0)
         if nodes is None and curve.whole:
             price[0] = NEVER            # what verifies nothing learns nothing
-        return [depth, width, price, level]
+        return [depth, price, level]
 
     def trying(self, *kind):
         """Whether costs of a size are being tried: each round of it is to be seen before the next is planned. kind: captured, size."""
@@ -86,7 +86,7 @@ class Adaptive:
         if not plan[0]:
             return None
         budget = self.budget(size)
-        budget.steps, budget.topk, *more = plan
+        budget.steps, *more = plan
         if more:
             budget.prices, budget.level = price, _ = more
             with torch.inference_mode():        # pinned and not waited for: else the host waits for the round before

@@ -1,12 +1,12 @@
-"""What rounds of one batch size cost and bring, and what the next one is to be: how far to draft, how wide, or not at all."""
+"""What rounds of one batch size cost and bring, and what the next one is to be: how far to draft, or not at all."""
 from itertools import accumulate
 
 PLAIN = -1          # where others say how many nodes a round verified
-LONG, SHORT = 32, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
+LONG, SHORT = 64, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
 LIMIT = 6           # plain rounds that drafting may lose before it rests
 PROBE = 128         # plain rounds between two probes at most, from 8 on
 REFRESH = 4         # rounds between two looks at the prices
-OTHER = 32          # rounds between two that draft otherwise than seems to pay
+OTHER = 64          # rounds between two that draft further than seems to pay
 GROWTH = 0.66       # distinct experts of n rows, where they have been counted, are about n ** 0.66 times one row's
 
 
@@ -18,21 +18,20 @@ def toward(known, found, share):
 class Curve:
     """Costs and gains of one batch size. Costs are relative to `base`, seconds, which follows the machine's changes in speed: a slow
     minute makes no row count look dear. cost: of verifying n nodes; first, level: of drafting one level, and another; hits: the share of
-    rounds with all levels before accepted in which a chain has this one accepted too, of which a tree misses `ratio` times as many; gain,
-    spent: tokens a request and cost of a drafted round.
+    rounds with all levels before accepted in which this one is accepted too; wide: nodes that a level has verified; gain, spent: tokens a
+    request and cost of a drafted round.
 
-    arms: (levels, children tried a node) that can be asked for, the largest tree last. whole: a tree has all levels that it was asked for,
-    and the host cannot look inside; else there is one arm, the draft ends where it does not promise enough, expands no more than pays, and says
-    what it took.
+    arms: levels that can be asked for, ascending. whole: a tree has all levels that it was asked for, and the host cannot look inside; else
+    there is one arm, the draft ends where it does not promise enough, expands no more than pays, and says what it took.
     """
 
     def __init__(self, requests, nodes, arms, whole):
-        self.requests, self.nodes, self.arms, self.whole, (self.steps, topk) = requests, nodes, arms, whole, arms[-1]
+        self.requests, self.nodes, self.arms, self.whole, self.steps = requests, nodes, arms, whole, arms[-1]
         self.cost, self.seen, self.use, self.base = {}, {}, {}, None
-        self.first, self.level, self.whole_round = 0.0, dict.fromkeys({1, topk}, 0.0), {}
-        tried = [(*arms[-1], n) for n in (self.steps, 1, 3, 10)] + [(0, 0, 0)] + [(1, 1, 1), (self.steps, 1, 1)] * whole
-        self.trials = [(depth, width, min(n, nodes) * requests) for depth, width, n in tried] * 2
-        self.hits, self.tries, self.missed, self.wide = [0.6] * self.steps, [SHORT] * self.steps, [0.0, 0.0], {1: 1.0, topk: 1.0}
+        self.first, self.level, self.wide, self.whole_round = 0.0, 0.0, 1.0, {}
+        tried = [(self.steps, n) for n in (self.steps, 1, 3, 10)] + [(0, 0)] + [(1, 1)] * whole
+        self.trials = [(depth, min(n, nodes) * requests) for depth, n in tried] * 2
+        self.hits, self.tries = [0.6] * self.steps, [SHORT] * self.steps
         self.gain, self.spent, self.drafted, self.age, self.arm = 1.0, 1.0, 0, 0, arms[-1]
         # plain rounds to come, between two probes, and when it last came back; whether a probe's round is not seen yet
         self.rest, self.interval, self.last, self.probed = 0, 0, 4, False
@@ -40,55 +39,47 @@ class Curve:
         self.lost, self.won = LIMIT - 2.0, 0.0         # a draft that nobody knows may lose less
 
     def __call__(self):
-        """The next round: levels to draft, 0 for a plain round; children a node; nodes to try, or None for as many as the prices say."""
+        """The next round: levels to draft, 0 for a plain round; nodes to try, or None for as many as the prices say."""
         if self.trials:
             return self.trials[0]
         if self.rest:
-            return 0, 0, 0
+            return 0, 0
         if self.interval:
             waits, self.probed = self.probed, not self.probed
-            return (0, 0, 0) if waits else (1, 1, self.requests) if self.whole else (*self.arm, None)      # a probe: has the text changed?
-        if self.drafted % OTHER == 0:       # what shorter chains are worth longer ones tell too
-            place, tree = self.arms.index(self.arm), self.drafted // OTHER % 2
-            return *self.arms[max(len(self.arms) - 2, 0) if self.arm == self.arms[-1] else -1 if tree else place + 1], None
-        return *self.arm, None
+            return (0, 0) if waits else (self.arms[0], None)        # a probe: has the text changed?
+        if self.drafted % OTHER == 0:       # what shorter trees are worth longer ones tell too
+            return self.arms[min(self.arms.index(self.arm) + 1, len(self.arms) - 1)], None
+        return self.arm, None
 
-    def saw(self, depth, width, nodes, counts, seconds, drafting=0.0, level=0.0):
-        """A round: levels drafted, children a node, nodes verified, tokens emitted by each request that had room for more than depth,
-        seconds; where it is not whole, how many of them went to the draft, and to one more level of it, if it had more than one."""
+    def saw(self, depth, nodes, counts, seconds, drafting=0.0, level=0.0):
+        """A round: levels drafted, nodes verified, tokens emitted by each request that had room for more than depth, seconds; where it is
+        not whole, how many of them went to the draft, and to one more level of it, if it had more than one."""
         self.age += 1
         self.base = self.base or seconds
         if self.whole and depth:
-            drafting = (self.first + self.level[width] * (depth - 1)) * self.base
+            drafting = (self.first + self.level * (depth - 1)) * self.base
         elif depth:
-            self.level[width] = toward(self.level[width], level / self.base, 1 / 16) if level else self.level[width]
-            self.first = toward(self.first, max(drafting / self.base - self.level[width] * (depth - 1), self.first / 2), 1 / 16)
+            self.level = toward(self.level, level / self.base, 1 / 16) if level else self.level
+            self.first = toward(self.first, max(drafting / self.base - self.level * (depth - 1), self.first / 2), 1 / 16)
         if self.trials:
-            return self._try(depth, width, nodes, seconds - drafting)
+            return self._try(depth, nodes, seconds - drafting)
         cost = self._average(nodes if depth else PLAIN, max(seconds - drafting, 0.1 * self.base))
         if not depth:
             self.rest = max(self.rest - 1, 0)
             return
         self.drafted, self.probed = self.drafted + 1, False
         share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
-        self.wide[width] += (nodes / (depth * self.requests) - self.wide[width]) * share * (nodes > 0)
+        self.wide += (nodes / (depth * self.requests) - self.wide) * share * (nodes > 0)
         self.spent += (cost + drafting / self.base - self.spent) * share
         if counts:
             self.gain += (sum(counts) / len(counts) - self.gain) * share
             won = sum(counts) / len(counts) - (cost + drafting / self.base) / self.plain
             self.won, self.lost = self.won + won, min(max(self.lost - won, 0), LIMIT)
-        ratio, other = 1.0 if width == 1 else self.ratio, not self.interval and (width == 1) != (self.arm[1] == 1)
         for count in counts:
             for k in range(min(count, depth, -(-nodes // self.requests))):
-                miss, expected = count == k + 1, 1 - self.hits[k]
-                if not other:
-                    self.tries[k] = min(self.tries[k] + 1, LONG)
-                    share = max(1 / self.tries[k], 0.5 if self.interval else 0.25 if k >= self.arm[0] else 0)      # rare ones speak louder
-                    found = self.hits[k] + (1 - miss / ratio - self.hits[k]) * share
-                    self.hits[k] = min(found, 1.0)
-                elif k < self.arm[0]:           # of levels that are known by the usual arm
-                    seen = (self.ratio * expected, miss) if width == 1 else (miss, expected)
-                    self.missed = [0.98 * known + new for known, new in zip(self.missed, seen)]
+                self.tries[k] = min(self.tries[k] + 1, LONG)
+                share = max(1 / self.tries[k], 0.5 if self.interval else 0.25 if k >= self.arm else 0)      # rare ones speak louder
+                self.hits[k] += ((count > k + 1) - self.hits[k]) * share
         if self.interval or self.lost >= LIMIT or self.age % REFRESH == 0:
             self._decide()
 
@@ -102,28 +93,19 @@ class Curve:
         """The cost of a plain round: what verifies nothing costs no more."""
         return min(self.cost.get(PLAIN, 1e9), self.cost.get(0, 1e9))
 
-    @property
-    def ratio(self):
-        return (self.missed[0] + 1.4) / (self.missed[1] + 2)
-
-    def _try(self, depth, width, nodes, seconds):
+    def _try(self, depth, nodes, seconds):
         """One of the rounds that begin a batch size. Of whole ones the last tells what levels cost, the first as much as another."""
         del self.trials[0]
         if self.whole and depth:
-            key = depth, width, nodes
-            self.whole_round[key] = min(self.whole_round.get(key, 1e9), seconds)
+            self.whole_round[depth, nodes] = min(self.whole_round.get((depth, nodes), 1e9), seconds)
         else:
             self._average(nodes if depth else PLAIN, seconds)
         if not self.trials and self.whole:
-            least = {}
-            for (depth, width, nodes), seconds in sorted(self.whole_round.items(), reverse=True):
-                least[depth, width] = seconds / self.base               # of the fewest nodes
-            flat = least.get((1, 1), 0)
-            for width in self.level:
-                self.level[width] = max(least.get((self.steps, width), flat) - flat, 0) / max(self.steps - 1, 1)
-            self.first = min(self.level.values())
-            for (depth, width, nodes), seconds in self.whole_round.items():
-                cost = seconds / self.base - self.first - self.level[width] * (depth - 1)
+            one, most = (min(n for d, n in self.whole_round if d == depth) for depth in (1, self.steps))
+            more = self.whole_round[self.steps, most] - self.whole_round[1, one]
+            self.first = self.level = max(more / self.base, 0) / max(self.steps - 1, 1)
+            for (depth, nodes), seconds in self.whole_round.items():
+                cost = seconds / self.base - self.first - self.level * (depth - 1)
                 self.cost[nodes], self.seen[nodes] = min(max(cost, 0.1), self.cost.get(nodes, 1e9)), 2
 
     def _decide(self):
@@ -140,16 +122,13 @@ class Curve:
 
     def best(self):
         """(tokens a cost, arm) of the arm that promises most; where the draft may end early, of any number of levels."""
-        found, verify = [], self.costs()
-        for width in {self.arms[0][1]} if self.interval else {width for _, width in self.arms}:
-            reached, gain = 1.0, 1.0
-            for depth, hit in enumerate(self.hits, 1):
-                reached *= max(1 - (1 if width == 1 else self.ratio) * (1 - hit), 0)
-                gain += reached
-                nodes = min(round(self.wide[width] * depth * self.requests), self.nodes * self.requests)
-                arm = (depth if self.whole else self.steps, width)
-                if arm in self.arms:
-                    found.append((gain / (verify[nodes] + self.first + self.level[width] * (depth - 1)), arm))
+        found, verify, reached, gain = [], self.costs(), 1.0, 1.0
+        for depth, hit in enumerate(self.hits, 1):
+            reached *= hit
+            gain += reached
+            nodes, arm = min(round(self.wide * depth * self.requests), self.nodes * self.requests), depth if self.whole else self.steps
+            if arm in self.arms:
+                found.append((gain / (verify[nodes] + self.first + self.level * (depth - 1)), arm))
         return max(found)
 
     def _average(self, nodes, seconds):
@@ -182,4 +161,4 @@ class Curve:
     def prices(self, requests):
         """Tokens that a round of 0 ... requests * nodes verified nodes must bring, its cost times the present tokens a cost, and a level's."""
         rate = requests * max(self.gain / self.spent, 1 / self.plain)
-        return [rate * cost for cost in self.costs()], rate * self.level[self.arm[1]]
+        return [rate * cost for cost in self.costs()], rate * self.level

@@ -103,7 +103,7 @@ class Draft:
         length, longest, page = batch.length[:, None], batch.longest, batch.page_size
         q, residual, words, take = self.read(batch, cache, hidden)
         q = q.flatten(0, 1)[take]
-        steps, topk = (budget or shape).steps, (budget or shape).topk
+        steps, topk = (budget or shape).steps, shape.topk
         growth = Growth(budget, batch, shape.scratch) if budget and budget.factors else None
         pool, frontier = growth or Pool.empty(len(take), steps, topk, take.device), None
         above, view = length, self.view(batch, length, words[:, :1], longest)

@@ -72,17 +72,16 @@ class Flight(NamedTuple):
 
 
 class Round:
-    """One captured round. steps, topk: levels drafted, children a node; no levels in a plain round of an adaptive shape, which leaves states
-    for the draft to read later; READ: the draft reads what waits, nothing else."""
+    """One captured round. steps: levels drafted, none in a plain round of an adaptive shape, which leaves states for the draft to read later; READ: the draft reads what waits, nothing else."""
 
     @torch.inference_mode()
-    def __init__(self, runner, places, pool, steps, topk=1):
+    def __init__(self, runner, places, pool, steps):
         self.places, speculator, adaptive = places, runner.speculator, runner.adaptive
         kept = [places.state.clone(), places.table.clone(), places.members]
         places.clear()          # the rounds that come before the capture shall be nobody's
         unread = runner.shape.unread if steps == READ else runner.shape.nodes + 1
         batch = Batch(places.table, runner.pages.page_size, *places.state[:4], runner.max_length, unread, places.sampling, runner.exact)
-        budget = replace(adaptive.budget(len(places.table)), steps=steps, topk=topk) if steps > 0 and adaptive else None
+        budget = replace(adaptive.budget(len(places.table)), steps=steps) if steps > 0 and adaptive else None
         run = partial(self._read, speculator, batch) if steps == READ else partial(self._round, speculator, batch, budget)
         self.replay, self.out = record(run, runner.device, pool)
         places.state.copy_(kept[0])         # another of their rounds may be under way
@@ -139,10 +138,10 @@ class Graphs:
     def warm(self, progress):
         """Capture every greedy size now, so that no request pays for it. progress(done, total, what)."""
         sizes = {self.size(count) for count in range(1, self.runner.max_batch + 1)}
-        arms = [(0,), (READ,), *self.runner.adaptive.arms] if self.runner.adaptive else [(self.runner.shape.steps, self.runner.shape.topk)]
-        rounds = [(size, *arm) for size in sorted(sizes) for arm in arms]
-        for done, (size, *arm) in enumerate(rounds, 1):
-            self.round(size, False, *arm)
+        arms = [0, READ, *self.runner.adaptive.arms] if self.runner.adaptive else [self.runner.shape.steps]
+        rounds = [(size, arm) for size in sorted(sizes) for arm in arms]
+        for done, (size, arm) in enumerate(rounds, 1):
+            self.round(size, False, arm)
             if progress:
                 progress(done, len(rounds), "rounds captured")
 
@@ -150,13 +149,13 @@ class Graphs:
         return min(1 << (count - 1).bit_length(), self.runner.max_batch)
 
     def round(self, *kind):
-        """kind: size, sampled, steps, topk."""
+        """kind: size, sampled, steps."""
         if kind[:2] not in self.places:
             self.places[kind[:2]] = Places(self.runner, *kind[:2])
         if kind not in self.rounds:
-            self.rounds[kind] = Round(self.runner, self.places[kind[:2]], self.pool, *kind[2:])
+            self.rounds[kind] = Round(self.runner, self.places[kind[:2]], self.pool, kind[2])
         return self.rounds[kind]
 
-    def of(self, requests, *arm):
-        """The round for these requests. arm: steps, topk."""
-        return self.round(self.size(len(requests)), any(request.params.temperature > 0 for request in requests), *arm)
+    def of(self, requests, steps):
+        """The round for these requests."""
+        return self.round(self.size(len(requests)), any(request.params.temperature > 0 for request in requests), steps)

@@ -129,7 +129,7 @@ class Runner:
             host   start 1, start 2 | read 1, start 3 | read 2, start 4 | ...        GPU   round 1 | round 2 | round 3 | ...
         """
         captured, size = kind = self._kind(requests)
-        one = partial(self.adaptive.plan, *kind, requests) if self.adaptive else lambda: [self.shape.steps, self.shape.topk]
+        one = partial(self.adaptive.plan, *kind, requests) if self.adaptive else lambda: [self.shape.steps]
         plans = [] if self.flights else [one()]
         first, requested = (self.flights[0].plan, self.flights[0].requests) if self.flights else (plans[0], requests)
         lasts = requested == requests and max(request.room for request in requests) > first[0] + 1
@@ -164,7 +164,7 @@ class Runner:
             steps, *parts = (budget.grown, self.speculator.drafting, budget.took) if inside else flight.plan[:1]
         if self.adaptive:
             emitted = [count for (count, *_), request in zip(found, requests) if request.room > steps]
-            self.adaptive.saw(*kind, steps, steps and flight.plan[1], rows, emitted, seconds, *parts)
+            self.adaptive.saw(*kind, steps, rows, emitted, seconds, *parts)
         for request in requests:
             request.draft_length = request.length if steps else request.length - 1 if flight.caught else request.draft_length
         self._check(requests, (found, logprobs))
@@ -172,13 +172,13 @@ class Runner:
 
     def _start(self, requests, size, plan):
         """Queue a captured round, and before it, where more waits than it lets the draft read, what does that."""
-        (steps, *topk), follows = plan[:2], bool(self.flights)
+        steps, follows = plan[0], bool(self.flights)
         caught = self._waits(requests) >= (self.shape.nodes + 2 if steps else self.shape.unread)
         if self.adaptive:
             self.adaptive.follow(size, plan)
         if caught:
             self.graphs.of(requests, READ).start(requests, follows)
-        read = self.graphs.of(requests, steps, *topk).start(requests, follows or caught)
+        read = self.graphs.of(requests, steps).start(requests, follows or caught)
         self.flights.append(Flight(requests, plan, caught, read))
 
     def _waits(self, requests):

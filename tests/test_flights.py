@@ -43,7 +43,7 @@ class World:
     def plan(self, captured, size, requests):
         """Long runs of plain rounds, and trees of all that are captured."""
         if not self.left:
-            self.now, self.left = self.g.choice([[0], [0], [1, 1], [4, 1], [4, 3], [2, 1]]), self.g.choice([1, 1, 2, 3, 9, 50])
+            self.now, self.left = self.g.choice([[0], [0], [1], [4], [4], [2]]), self.g.choice([1, 1, 2, 3, 9, 50])
         self.left -= 1
         if not self.now[0]:
             return [0]
@@ -51,7 +51,7 @@ class World:
         price = [0.0] * (nodes + 1) + [adapt.NEVER] * (len(budget.price) - nodes - 1)
         return [*self.now, price, 0.0] if self.g.random() < 0.5 or not captured else self.now
 
-    def saw(self, captured, size, depth, width, nodes, counts, *seconds):
+    def saw(self, captured, size, depth, nodes, counts, *seconds):
         assert 0 <= nodes <= size * self.engine.shape.nodes and (depth or not nodes) and all(count <= depth + 1 for count in counts)
 
     def params(self):
