@@ -5,24 +5,26 @@ from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 from minispec.kernels.tree import slots_at, slots_of
 
 
-def keep(states, rows, tokens, length, seats, buffer, following, first, append=False):
+def keep(parts, rows, tokens, length, seats, buffer, following, first, append=False):
     """In place: the states of an accepted path, in path order, and the token after each, at each request's seat, which begins with the
     position `length`; append: behind what lies there. What the capacity does not hold is lost or overwrites the last place (only seats that
     nobody reads get so far).
 
-    states [B, R, W] of a forward's rows; rows, tokens int64 [B, r]: the path, and what follows each of its rows; length, seats int64 [B];
-    buffer [seats, capacity, W], following int64 [seats, capacity], first int64 [seats]: the position of a seat's first state.
+    parts: A tensors [B, R, h], the captured layers' of a forward's rows, which lie behind each other at a place, W = A * h; rows, tokens
+    int64 [B, r]: the path, and what follows each of its rows; length, seats int64 [B]; buffer [seats, capacity, W], following int64 [seats,
+    capacity], first int64 [seats]: the position of a seat's first state.
     """
-    if not use_triton(states):
-        return keep_ref(states, rows, tokens, length, seats, buffer, following, first, append)
-    batch, size = rows.shape
-    width, block = states.shape[-1], min(power_of_two(states.shape[-1]), 1024)
+    if not use_triton(buffer):
+        return keep_ref(parts, rows, tokens, length, seats, buffer, following, first, append)
+    (batch, size), (_, many, width) = rows.shape, parts[0].shape
+    block = min(power_of_two(width), 1024)
     if batch:
-        _keep[batch, size, -(-width // block)](states.contiguous(), rows, tokens, length, seats, buffer, following, first, states.shape[1], size,
-                                               width, buffer.shape[1], BLOCK=block, APPEND=append, **pdl(states))
+        _keep[batch, size, -(-width // block)](tuple(part.contiguous() for part in parts), rows, tokens, length, seats, buffer, following, first,
+                                               many, size, width, buffer.shape[1], PARTS=len(parts), BLOCK=block, APPEND=append, **pdl(buffer))
 
 
-def keep_ref(states, rows, tokens, length, seats, buffer, following, first, append=False):
+def keep_ref(parts, rows, tokens, length, seats, buffer, following, first, append=False):
+    states = torch.cat(parts, -1)
     if append:      # one by one: of one state, which it is, that takes a third of what advanced indexing takes
         for seat, at, some, path, after in zip(seats.tolist(), length.tolist(), states, rows.tolist(), tokens.tolist()):
             for place, row, token in zip(range(at - first.tolist()[seat], buffer.shape[1]), path, after):
@@ -60,14 +62,14 @@ def unread_ref(following, first, seats, length, size, table, page_size):
 
 
 @jit
-def _keep(p_states, p_rows, p_tokens, p_length, p_seats, p_buffer, p_next, p_first, many, size, width, capacity, BLOCK: tl.constexpr,
-          APPEND: tl.constexpr, PDL: tl.constexpr):
+def _keep(p_parts, p_rows, p_tokens, p_length, p_seats, p_buffer, p_next, p_first, many, size, width, capacity, PARTS: tl.constexpr,
+          BLOCK: tl.constexpr, APPEND: tl.constexpr, PDL: tl.constexpr):
     follow(PDL)
     i_b, i_j, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    seat, row = tl.load(p_seats + i_b), tl.load(p_rows + i_b * size + i_j)
-    length = tl.load(p_length + i_b)
-    to = seat * capacity + (tl.minimum(length - tl.load(p_first + seat) + i_j, capacity - 1) if APPEND else i_j)
-    tl.store(p_buffer + to * width + i, tl.load(p_states + (i_b * many + row) * width + i, mask=i < width, other=0.0), mask=i < width)
+    seat, row, length = tl.load(p_seats + i_b), tl.load(p_rows + i_b * size + i_j), tl.load(p_length + i_b)
+    real, to = i < width, seat * capacity + (tl.minimum(length - tl.load(p_first + seat) + i_j, capacity - 1) if APPEND else i_j)
+    for k in tl.static_range(PARTS):
+        tl.store(p_buffer + (to * PARTS + k) * width + i, tl.load(p_parts[k] + (i_b * many + row) * width + i, mask=real), mask=real)
     tl.store(p_next + to, tl.load(p_tokens + i_b * size + i_j))       # by every block of the width: the same value
     if not APPEND:
         tl.store(p_first + seat, length)
@@ -82,8 +84,7 @@ def _unread(p_next, p_first, p_seats, p_length, p_table, p_ints, p_last, batch, 
     first = tl.load(p_first + seat)
     valid, row = i_r < length - first, seat * capacity + i_r
     position = tl.maximum(tl.where(valid, first + i_r, 0), 0)      # of a seat without a request anything may wait
-    many = batch * SIZE
-    p_ints += i_b * SIZE + i_r
+    many, p_ints = batch * SIZE, p_ints + i_b * SIZE + i_r
     tl.store(p_ints, row, mask=live)
     tl.store(p_ints + many, tl.load(p_next + row, mask=live, other=0), mask=live)
     tl.store(p_ints + 2 * many, position, mask=live)

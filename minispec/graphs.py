@@ -72,7 +72,8 @@ class Flight(NamedTuple):
 
 
 class Round:
-    """One captured round. steps: levels drafted, none in a plain round of an adaptive shape, which leaves states for the draft to read later; READ: the draft reads what waits, nothing else."""
+    """One captured round. steps: levels drafted, none in a plain round of an adaptive shape, which leaves states for the draft to read later;
+    READ: the draft reads what waits, nothing else."""
 
     @torch.inference_mode()
     def __init__(self, runner, places, pool, steps):

@@ -23,10 +23,10 @@ class HiddenBuffer:
         self.next = torch.zeros(seats + 1, capacity, dtype=torch.int64, device=device)
         self.first = torch.zeros(seats + 1, dtype=torch.int64, device=device)         # position of a seat's first state
 
-    def put(self, batch, states, path, append=False):
-        """Keep the states of an accepted path: states [B, R, A * hidden] of a forward's rows, the first of the path at position batch.length;
-        path.tokens the token after each. append: what waits already stays, before them."""
-        keep(states, path.rows, path.tokens, batch.length, batch.seats, self.states, self.next, self.first, append)
+    def put(self, batch, parts, path, append=False):
+        """Keep the states of an accepted path: parts, A tensors [B, R, hidden] of a forward's rows, the first of the path at position
+        batch.length; path.tokens the token after each. append: what waits already stays, before them."""
+        keep(parts, path.rows, path.tokens, batch.length, batch.seats, self.states, self.next, self.first, append)
 
     def keep_last(self, batch):
         """The draft has read all but the last state of each request."""

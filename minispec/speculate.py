@@ -78,12 +78,12 @@ class Speculator:
         self.drafting = perf_counter() - began
         tree = Tree.best(batch, pool, self.shape, budget).agreed(self.target.ranks)
         rows = tree.rows(batch)
-        hidden, states = self.target(rows, self.target_cache, self.capture)
+        hidden, parts = self.target(rows, self.target_cache, self.capture)
         ancestors = None if batch.sampling.repetition is None else tree.ancestors
         path = accept(tree, *self.choose(hidden, rows.positions, batch.sampling, rows.tokens, ancestors)).agreed(self.target.ranks)
         self.target_cache.commit(batch, path)
         if self.draft:
-            self.hidden.put(batch, states, path, not drafts)
+            self.hidden.put(batch, parts, path, not drafts)
         if budget:
             learn(tree.laid, path.rows, path.count, budget.trust)
         return path
@@ -114,7 +114,7 @@ class Speculator:
         choice, logprobs, finite = self.choose(hidden[:, -1:], batch.length[:, None] + size - 1, batch.sampling)
         path = Path(torch.zeros_like(choice), finite.long()[:, 0], choice, logprobs, True).agreed(self.target.ranks)
         if self.draft:
-            self.hidden.put(replace(batch, length=batch.length + size - 1), states[:, -1:], path)
+            self.hidden.put(replace(batch, length=batch.length + size - 1), [states[:, -1:]], path)
         return path
 
     def choose(self, hidden, positions, sampling, tokens=None, ancestors=None):
@@ -126,4 +126,5 @@ class Speculator:
         index = batch.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         rows = batch.rows(tokens, index, index, prefix=index + 1, words=torch.zeros_like(index), extent=batch.longest + tokens.shape[1],
                           exact=batch.exact, chain=len(tokens) == 1)
-        return self.target(rows, self.target_cache, capture)
+        hidden, parts = self.target(rows, self.target_cache, capture)
+        return hidden, torch.cat(parts, -1) if parts else hidden[..., :0]

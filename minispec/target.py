@@ -26,8 +26,8 @@ class Target:
     def __call__(self, rows, cache, capture=()):
         """One forward over rows [B, R].
 
-        Returns hidden [B, R, h] after the final norm and states [B, R, A * h]: for each id in `capture` the residual stream entering that
-        layer (0 = embedding output, n = output of the last layer before the final norm), in the order of `capture`.
+        Returns hidden [B, R, h] after the final norm and a list: for each id in `capture` the residual stream [B, R, h] entering that layer
+        (0 = embedding output, n = output of the last layer before the final norm).
         """
         c, eps, exact, ranks = self.config, self.config.rms_norm_eps, rows.view.exact, self.ranks
         x, entering = embed(rows.tokens, self.embed, c.vocab_size, ranks), {}
@@ -45,8 +45,7 @@ class Target:
                 x = mla_attend(layer, q, x, cache[i], rows.view, c, ranks)
             x = rowwise(partial(self.experts, layer, live=live), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
         entering[len(self.layers)] = x
-        states = torch.cat([entering[i] for i in capture], -1) if capture else x[..., :0]
-        return rms_norm(x, self.norm, eps), states
+        return rms_norm(x, self.norm, eps), [entering[i] for i in capture]
 
     def experts(self, layer, x, live=None):
         """x + routed and shared experts of its norm: [B, R, h] -> the same. live bool [B * R] or None: rows that need experts."""

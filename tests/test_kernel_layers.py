@@ -242,21 +242,21 @@ def test_the_root_alone():
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("batch, size, width", [(1, 1, 5), (3, 7, 1153), (2, 4, 24)])
-def test_the_hidden_buffer(batch, size, width):
+@pytest.mark.parametrize("batch, size, width, layers", [(1, 1, 5, 3), (3, 7, 1153, 2), (2, 4, 24, 1), (2, 3, 8, 5)])
+def test_the_hidden_buffer(batch, size, width, layers):
     g = torch.Generator().manual_seed(size)
     seats = torch.randperm(batch + 2, generator=g)[:batch].to(DEVICE)
-    states, tokens = draw(g, batch, size, width), torch.randint(0, 99, (batch, size), generator=g).to(DEVICE)
+    parts, tokens = [draw(g, batch, size, width) for _ in range(layers)], torch.randint(0, 99, (batch, size), generator=g).to(DEVICE)
     rows = torch.stack([torch.randperm(size, generator=g) for _ in range(batch)]).to(DEVICE)
     table, length = (torch.randperm(batch * 9, generator=g).view(batch, 9) + 1).to(DEVICE), torch.randint(size, 28, (batch,), generator=g).to(DEVICE)
     ends = []
     for put, take in ((buffer.keep, buffer.unread), (buffer.keep_ref, buffer.unread_ref)):
-        kept = torch.zeros(batch + 2, size + 1, width, device=DEVICE), *torch.zeros(2, batch + 2, size + 1, device=DEVICE).long()
+        kept = torch.zeros(batch + 2, size + 1, layers * width, device=DEVICE), *torch.zeros(2, batch + 2, size + 1, device=DEVICE).long()
         kept = kept[0], kept[1], kept[2][:, 0].contiguous()
-        put(states, rows, tokens, length, seats, *kept)
+        put(parts, rows, tokens, length, seats, *kept)
         before = [x.clone() for x in kept]
-        put(states, rows[:, :1].contiguous(), tokens[:, :1].contiguous(), length + size, seats, *kept, True)
-        assert torch.equal(kept[0][seats, size], states[torch.arange(batch), rows[:, 0]]) and torch.equal(kept[0][seats, :size], before[0][seats, :size])
+        put(parts, rows[:, :1].contiguous(), tokens[:, :1].contiguous(), length + size, seats, *kept, True)
+        assert torch.equal(kept[0][seats, size], torch.cat(parts, -1)[torch.arange(batch), rows[:, 0]]) and torch.equal(kept[0][seats, :size], before[0][seats, :size])
         ends.append([*kept, *take(*kept[1:], seats, length + size, size, table, 4), *take(*kept[1:], seats, length + 1, size, table, 4)])
     for found, expected in zip(*ends):
         assert torch.equal(found, expected)
