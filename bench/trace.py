@@ -48,7 +48,7 @@ class Trace:
     def __exit__(self, *error):
         self.engine.runner.speculator, self.engine.runner.graphs = self.kept
         if self.engine.runner.adaptive:
-            self.engine.runner.adaptive.curves = self.learnt
+            self.engine.runner.adaptive.curves, self.engine.runner.adaptive.unseen = self.learnt, None
 
     def captured(self, run, known):
         """Marks and choices of the round that is replayed next, which is not the one captured last."""

@@ -34,28 +34,27 @@ def accept_ref(tokens, parents, valid, words, choice, logprobs, finite):
     return rows, count, choice.gather(1, rows), None if logprobs is None else logprobs.gather(1, rows)
 
 
-def publish(count, tokens, valid, state):
-    """What a captured round tells the host, int64 [B, R + 2]: count, tokens, and how many rows were verified; and `state` moves on, in place.
+def publish(count, tokens, valid, state, ring):
+    """In place: what a captured round tells the host goes into the slot `turn` of a ring, and `state` moves on.
 
-    count int64 [B], tokens int64 [B, R]: of `accept`; valid bool [B, R]; state int64 [5, B]: length, pending, room, seat, alive (0: the
-    request stays put).
+    count int64 [B], tokens int64 [B, R]: of `accept`; valid bool [B, R]; state int64 [6, B]: length, pending, room, seat, alive (0: the
+    request stays put), turn; ring int64 [slots, B, R + 2], pinned memory of the host: count, tokens, how many rows were verified.
     """
     if not use_triton(tokens):
-        return publish_ref(count, tokens, valid, state)
+        return publish_ref(count, tokens, valid, state, ring)
     batch, size = tokens.shape
-    out = torch.empty(batch, size + 2, dtype=torch.int64, device=tokens.device)
     if batch:
-        _publish[batch,](count, tokens, valid, state, out, batch, size, R=power_of_two(size), num_warps=1, **pdl(tokens))
-    return out
+        _publish[batch,](count, tokens, valid, state, ring, len(ring), batch, size, R=power_of_two(size), num_warps=1, **pdl(tokens))
 
 
-def publish_ref(count, tokens, valid, state):
-    length, pending, room, _, alive = state
+def publish_ref(count, tokens, valid, state, ring):
+    length, pending, room, _, alive, turn = state
     moved = count * alive
     pending.copy_(tokens.gather(1, (moved - 1).clamp(min=0)[:, None])[:, 0])
     length.add_(moved)
     room.sub_(moved)
-    return torch.cat([count[:, None], tokens, valid.sum(1, keepdim=True)], 1)
+    ring[turn % len(ring), torch.arange(len(count))] = torch.cat([count[:, None], tokens, valid.sum(1, keepdim=True)], 1)
+    turn.add_(1)
 
 
 def move(cache, table, page_size, length, rows, count):
@@ -108,16 +107,18 @@ def _accept(p_tokens, p_parents, p_valid, p_words, p_choice, p_logprobs, p_finit
 
 
 @jit
-def _publish(p_count, p_tokens, p_valid, p_state, p_out, batch, size, R: tl.constexpr, PDL: tl.constexpr):
+def _publish(p_count, p_tokens, p_valid, p_state, p_ring, slots, batch, size, R: tl.constexpr, PDL: tl.constexpr):
     follow(PDL)
     i_b, i_r = tl.program_id(0).to(tl.int64), tl.arange(0, R)
-    count = tl.load(p_count + i_b)
+    count, turn = tl.load(p_count + i_b), tl.load(p_state + 5 * batch + i_b)
     moved = count * tl.load(p_state + 4 * batch + i_b)
     tokens = tl.load(p_tokens + i_b * size + i_r, mask=i_r < size, other=0)
     verified = tl.sum((tl.load(p_valid + i_b * size + i_r, mask=i_r < size, other=0) != 0).to(tl.int64), 0)
-    tl.store(p_out + i_b * (size + 2) + 1 + i_r, tokens, mask=i_r < size)
-    tl.store(p_out + i_b * (size + 2), count)
-    tl.store(p_out + i_b * (size + 2) + size + 1, verified)
+    p_out = p_ring + (turn % slots * batch + i_b) * (size + 2)
+    tl.store(p_out + 1 + i_r, tokens, mask=i_r < size)
+    tl.store(p_out, count)
+    tl.store(p_out + size + 1, verified)
+    tl.store(p_state + 5 * batch + i_b, turn + 1)
     tl.store(p_state + batch + i_b, tl.sum(tl.where(i_r == tl.maximum(moved - 1, 0), tokens, 0), 0))
     tl.store(p_state + i_b, tl.load(p_state + i_b) + moved)
     tl.store(p_state + 2 * batch + i_b, tl.load(p_state + 2 * batch + i_b) - moved)

@@ -52,8 +52,7 @@ def unread(following, first, seats, length, size, table, page_size):
 
 
 def unread_ref(following, first, seats, length, size, table, page_size):
-    at, first = torch.arange(size, device=seats.device), first[seats][:, None]
-    count = length[:, None] - first
+    at, first, count = torch.arange(size, device=seats.device), first[seats][:, None], (length - first[seats])[:, None]
     valid = at < count
     positions = torch.where(valid, first + at, 0).clamp(min=0)
     slots = torch.where(valid, slots_of(table, page_size, positions), 0)

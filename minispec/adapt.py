@@ -40,7 +40,7 @@ class Adaptive:
         self.shape, self.device = shape, device
         self.arms = sorted({*(levels for levels in LEVELS if levels < shape.steps), shape.steps})
         self.trust = torch.zeros(2, shape.steps, BINS, device=device)
-        self.curves, self.budgets, self.newest, self.usual = {}, {}, None, None
+        self.curves, self.budgets, self.newest, self.usual, self.unseen = {}, {}, None, None, None
 
     def budget(self, size):
         """size: places of a batch."""
@@ -55,6 +55,8 @@ class Adaptive:
 
         captured: whether it is a CUDA graph; requests: who is in it, oldest first: a new one is worth a probe.
         """
+        if not captured or self.trying(captured, size):
+            self.look()
         if (captured, size) not in self.curves:
             whole = captured or self.device.type != "cpu"
             self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else self.arms[-1:], whole)
@@ -77,9 +79,15 @@ class Adaptive:
         return kind not in self.curves or bool(self.curves[kind].trials)
 
     def saw(self, captured, size, *round):
-        """Of a round that was planned: its size, and as Curve.saw."""
-        if (captured, size) in self.curves:
-            self.curves[captured, size].saw(*round)
+        """Of a round that was planned: its size, and as Curve.saw, which hears of it at the next `look`: when a captured one runs, so that no
+        GPU waits for it, else before the next is planned."""
+        self.unseen = (captured, size), round
+
+    def look(self):
+        kind, round = self.unseen or (None, None)
+        self.unseen = None
+        if kind in self.curves:
+            self.curves[kind].saw(*round)
 
     def follow(self, size, plan):
         """The Budget of the round that rank 0 planned, or None for a plain one."""

@@ -12,11 +12,12 @@ from minispec.params import SamplingParams
 
 
 READ = -1           # levels of what only lets the draft read
+SLOTS = 4           # of a ring of results: more rounds than may be under way
 Event = partial(torch.cuda.Event, enable_timing=True)
 
 
 def record(run, device, pool):
-    """`run` as a CUDA graph: (replay, what run returned, written anew by every replay). Its first calls compile, outside of the capture."""
+    """`run` as a CUDA graph, a function that replays it. Its first calls compile, outside of the capture."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -25,29 +26,29 @@ def record(run, device, pool):
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):      # nccl's own thread looks at events meanwhile
-        out = run()
-    return graph.replay, out
+        run()
+    return graph.replay
 
 
 class Places:
     """Who is in the captured rounds of up to `size` requests, greedy or sampled: what all of these rounds read, so that one follows another
     with nothing uploaded.
 
-    table int64 [size, pages] and state int64 [5, size] (length, pending, room, seat, alive); every round advances length, pending and room. A
-    place without a request is not alive: it computes on the dump page and in the hidden buffer's last seat, its room of 1 lets no node count,
-    and its length stays.
+    table int64 [size, pages] and state int64 [6, size] (length, pending, room, seat, alive, turn); every round advances length, pending, room and
+    turn, the number of rounds so far, which the host counts too. A place without a request is not alive: it computes on the dump page and in
+    the hidden buffer's last seat, its room of 1 lets no node count, and its length stays.
     """
 
     def __init__(self, runner, size, sampled):
         self.assemble, device, self.members = runner.assemble, runner.device, []       # (request, the length at which the last round left it)
         self.table = torch.zeros(size, runner.pages.needed(runner.max_length + runner.shape.scratch), dtype=torch.int64, device=device)
         self.idle = torch.tensor([1, 0, 1, runner.max_batch, 0], device=device)[:, None].expand(-1, size)
-        self.state = self.idle.clone()
+        self.state, self.turn = torch.cat([self.idle, torch.zeros_like(self.idle[:1])]), 0
         params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
         self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, runner.target_config.vocab_size, device)
 
     def clear(self):
-        self.state.copy_(self.idle)
+        self.state[:5] = self.idle
         self.table.zero_()
         self.members = []
 
@@ -57,7 +58,7 @@ class Places:
         if self.members != members:
             now, count = self.assemble(requests), len(requests)
             self.clear()
-            self.state[:, :count] = torch.stack([now.length, now.pending, now.room, now.seats, torch.ones_like(now.length)])
+            self.state[:5, :count] = torch.stack([now.length, now.pending, now.room, now.seats, torch.ones_like(now.length)])
             self.table[:count, :now.table.shape[1]] = now.table
             self.sampling.temperature[:count], self.sampling.seed[:count] = now.sampling.temperature, now.sampling.seed
             self.members = members
@@ -77,29 +78,28 @@ class Round:
 
     @torch.inference_mode()
     def __init__(self, runner, places, pool, steps):
-        self.places, speculator, adaptive = places, runner.speculator, runner.adaptive
+        self.places, speculator, adaptive, self.ring = places, runner.speculator, runner.adaptive, None
         kept = [places.state.clone(), places.table.clone(), places.members]
         places.clear()          # the rounds that come before the capture shall be nobody's
         unread = runner.shape.unread if steps == READ else runner.shape.nodes + 1
         batch = Batch(places.table, runner.pages.page_size, *places.state[:4], runner.max_length, unread, places.sampling, runner.exact)
         budget = replace(adaptive.budget(len(places.table)), steps=steps) if steps > 0 and adaptive else None
-        run = partial(self._read, speculator, batch) if steps == READ else partial(self._round, speculator, batch, budget)
-        self.replay, self.out = record(run, runner.device, pool)
+        run = partial(speculator.catch_up, batch) if steps == READ else partial(self._round, speculator, batch, budget)
+        self.replay = record(run, runner.device, pool)
         places.state.copy_(kept[0])         # another of their rounds may be under way
         places.table.copy_(kept[1])
         places.members = kept[2]
 
     def _round(self, speculator, batch, budget):
         path = speculator.round(batch, budget)
-        return publish(path.count, path.tokens, path.valid, self.places.state)
-
-    def _read(self, speculator, batch):
-        speculator.catch_up(batch)
-        return self.places.state.clone()
+        if self.ring is None:
+            size, rows = path.tokens.shape
+            self.ring = torch.zeros(SLOTS, size, rows + 2, dtype=torch.int64, pin_memory=path.tokens.is_cuda)
+        publish(path.count, path.tokens, path.valid, self.places.state, self.ring)
 
     @torch.inference_mode()
     def start(self, requests, follows):
-        """Queue it -> read() -> int64 [count, tokens ..., rows verified] of each request as lists, and the seconds that the device took.
+        """Queue it -> read() -> [count, tokens ..., rows verified] of each request, and the seconds that the device took.
 
         follows: behind a round of the same requests, which leaves in the places what this one reads.
         """
@@ -108,13 +108,12 @@ class Round:
             self.places.seat(requests)
         began.record()
         self.replay()
-        # memory of its own, so that the next round may write its result before this one's is read
-        host = torch.empty(self.out.shape, dtype=self.out.dtype, pin_memory=self.out.is_cuda).copy_(self.out, non_blocking=True)
         ended.record()
+        slot, self.places.turn = self.places.turn % SLOTS, self.places.turn + (self.ring is not None)
 
         def read():
             ended.synchronize()
-            out = host[:len(requests)].tolist()
+            out = self.ring[slot, :len(requests)].tolist()
             self.places.members = [(request, request.length + count) for request, (count, *_) in zip(requests, out)]
             return out, began.elapsed_time(ended) / 1e3
         return read

@@ -149,6 +149,8 @@ class Runner:
         if captured:
             for plan in plans:
                 self._start(requests, size, plan)
+            if self.adaptive:
+                self.adaptive.look()
             flight = self.flights.pop(0)
             (out, seconds), (steps, *_), parts = flight.read(), flight.plan, ()
             found = [one for request, one in zip(flight.requests, out) if request.slot is not None]

@@ -30,19 +30,20 @@ class Target:
         (0 = embedding output, n = output of the last layer before the final norm).
         """
         c, eps, exact, ranks = self.config, self.config.rms_norm_eps, rows.view.exact, self.ranks
-        x, entering = embed(rows.tokens, self.embed, c.vocab_size, ranks), {}
-        angles = self.rotary.at(rows.positions)
+        angles, entering = self.rotary.at(rows.positions), {}
         live = None if exact or rows.live is None else rows.live.view(-1)
         lifted = expands(rows.view, rows.tokens.shape[1], self.layers[0].kv_b[..., 0].numel())
+        index = None if ranks.size > 1 or lifted or 0 in capture else rows.tokens       # then layer 0 gathers the rows that it reads
+        x = embed(rows.tokens, self.embed, c.vocab_size, ranks) if index is None else self.embed
         for i, layer in enumerate(self.layers):
             if i in capture:
                 entering[i] = x
-            a = fused_linear(x, layer.qkv_a, layer.attn_norm, eps, exact=exact)
+            a = fused_linear(x, layer.qkv_a, layer.attn_norm, eps, index=index, exact=exact)
             if lifted:
                 x = mla_prefill(layer, a, x, cache[i], rows, angles, c, ranks)
             else:
                 q = latent_project(layer, a, cache[i], rows.slots, angles, c, ranks, exact)
-                x = mla_attend(layer, q, x, cache[i], rows.view, c, ranks)
+                x, index = mla_attend(layer, q, x, cache[i], rows.view, c, ranks, index), None
             x = rowwise(partial(self.experts, layer, live=live), x, exact) if c.is_moe(i) else mlp(x, layer, layer.ffn_norm, eps, ranks, exact)
         entering[len(self.layers)] = x
         return rms_norm(x, self.norm, eps), [entering[i] for i in capture]

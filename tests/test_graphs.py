@@ -19,9 +19,9 @@ FILTERED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9, seed=
 
 
 def record(run, device, pool):
-    """As graphs.record: later runs write where the first one did, and read what lies there then."""
-    out = run()
-    return lambda: out.copy_(run()), out
+    """As graphs.record: later runs read what lies there then."""
+    run()
+    return run
 
 
 class Event:

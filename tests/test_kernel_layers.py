@@ -265,12 +265,17 @@ def test_the_hidden_buffer(batch, size, width, layers):
 def test_publish():
     g = torch.Generator().manual_seed(0)
     count, tokens = torch.tensor([0, 1, 4], device=DEVICE), torch.randint(0, 99, (3, 4), generator=g).to(DEVICE)
-    state, valid = torch.randint(5, 50, (5, 3), generator=g).to(DEVICE), torch.rand(3, 4, generator=g).to(DEVICE) < 0.5
-    state[4] = torch.tensor([1, 1, 0])
-    states = [state.clone(), state.clone()]
-    assert torch.equal(*(run(count, tokens, valid, one) for run, one in zip((accept.publish, accept.publish_ref), states)))
-    assert torch.equal(*states)
-    assert states[0][0].tolist() == [state[0, 0], state[0, 1] + 1, state[0, 2]] and states[0][1, 1] == tokens[1, 0]
+    state, valid = torch.randint(5, 50, (6, 3), generator=g).to(DEVICE), torch.rand(3, 4, generator=g).to(DEVICE) < 0.5
+    state[4], state[5] = torch.tensor([1, 1, 0]), 6
+    states, rings = [state.clone(), state.clone()], torch.full((2, 4, 3, 6), -1, device=DEVICE)
+    for run, one, ring in zip((accept.publish, accept.publish_ref), states, rings):
+        run(count, tokens, valid, one, ring)
+        run(count, tokens.flip(0), valid, one, ring)
+    assert torch.equal(*states) and torch.equal(*rings) and (rings[0, :2] == -1).all()
+    assert states[0][0].tolist() == [state[0, 0], state[0, 1] + 2, state[0, 2]] and (states[0][5] == 8).all()
+    for slot, found in ((2, tokens), (3, tokens.flip(0))):
+        assert torch.equal(rings[0, slot], torch.cat([count[:, None], found, valid.sum(1)[:, None]], 1))
+    assert states[0][1].tolist() == tokens.flip(0)[[0, 1, 2], [0, 0, 0]].tolist()
 
 
 @pytest.mark.parametrize("attention", ["llama", pytest.param("mla", marks=pytest.mark.slow)])
