@@ -40,28 +40,33 @@ class Places:
     """
 
     def __init__(self, runner, size, sampled):
-        self.assemble, device, self.members = runner.assemble, runner.device, []       # (request, the length at which the last round left it)
-        self.table = torch.zeros(size, runner.pages.needed(runner.max_length + runner.shape.scratch), dtype=torch.int64, device=device)
-        self.idle = torch.tensor([1, 0, 1, runner.max_batch, 0], device=device)[:, None].expand(-1, size)
-        self.state, self.turn = torch.cat([self.idle, torch.zeros_like(self.idle[:1])]), 0
+        self.last, self.idle, self.turn, self.sampled = runner.max_length - 1, (1, 0, 1, runner.max_batch, 0), 0, sampled
+        pages, device = runner.pages.needed(runner.max_length + runner.shape.scratch), runner.device
+        self.table, self.state = (torch.zeros(*shape, dtype=torch.int64, device=device) for shape in ((size, pages), (6, size)))
         params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
         self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, runner.target_config.vocab_size, device)
+        self.clear()
 
     def clear(self):
-        self.state[:5] = self.idle
-        self.table.zero_()
-        self.members = []
+        self.members = None         # (request, the length at which the last round left it)
+        self.seat([])
 
     def seat(self, requests):
-        """Nothing is uploaded where the last round was theirs too."""
+        """Nothing is uploaded where the last round was theirs too; else two tensors, four where they are sampled: the GPU waits for it."""
         members = [(request, request.length) for request in requests]
         if self.members != members:
-            now, count = self.assemble(requests), len(requests)
-            self.clear()
-            self.state[:5, :count] = torch.stack([now.length, now.pending, now.room, now.seats, torch.ones_like(now.length)])
-            self.table[:count, :now.table.shape[1]] = now.table
-            self.sampling.temperature[:count], self.sampling.seed[:count] = now.sampling.temperature, now.sampling.seed
+            (size, width), missing = self.table.shape, len(self.table) - len(requests)
+            rows = [(r.length, r.ids[-1], self.last - r.length, r.slot, 1) for r in requests]
+            self.upload(self.state[:5], zip(*rows, *[self.idle] * missing))
+            self.upload(self.table, [r.pages + [0] * (width - len(r.pages)) for r in requests] + [[0] * width] * missing)
+            if self.sampled and requests:
+                self.upload(self.sampling.temperature, [r.params.temperature for r in requests] + [1.0] * missing)
+                self.upload(self.sampling.seed, [r.params.seed for r in requests] + [0] * missing)
             self.members = members
+
+    @staticmethod
+    def upload(place, values):
+        place.copy_(torch.tensor(list(values), dtype=place.dtype, pin_memory=place.is_cuda).view(place.shape), non_blocking=True)
 
 
 class Flight(NamedTuple):
