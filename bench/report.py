@@ -89,8 +89,8 @@ def tables(result, say):
                          *(number(times.get(name)) for name in ("total", "draft", "verify", "rest"))])
         grid(rows, say)
         least = result["least"]
-        say(f"median of prompts, spread over repeats; tokens after the first; all: equally many tokens of each kind; least: {least['speedup']:.2f}, "
-            f"prompt {least['prompt'] + 1}; first token after {result['first_token_ms']['median']:.1f} ms")
+        say(f"harmonic mean over prompts, median and spread over repeats; tokens after the first; all: equally many tokens of each kind; least: "
+            f"{least['speedup']:.2f}, prompt {least['prompt'] + 1}; first token after {result['first_token_ms']['median']:.1f} ms")
     say("")
     depths = len(result["by_depth"])
     rows = [["acceptance", "length", "95%", *(f"depth {d}" if d == 1 else str(d) for d in range(1, depths + 1)), "experts a layer"]]

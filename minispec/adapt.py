@@ -11,7 +11,6 @@ from minispec.kernels.prune import BINS, factors
 
 NEVER = 1e30        # a price that no gain pays
 ROWS = 64           # of one forward at most, over all requests: rows of a captured round are there whether they are valid or not
-LEVELS = 1, 2, 4, 6, 8      # of the trees that are captured, besides the highest
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Adaptive:
 
     def __init__(self, shape, device):
         self.shape, self.device = shape, device
-        self.arms = sorted({*(levels for levels in LEVELS if levels < shape.steps), shape.steps})
+        self.arms = sorted({1, (shape.steps + 1) // 2, shape.steps})        # each is captured: more gave nothing that could be measured
         self.trust = torch.zeros(2, shape.steps, BINS, device=device)
         self.curves, self.budgets, self.newest, self.usual, self.unseen = {}, {}, None, None, None
 

@@ -43,7 +43,7 @@ class World:
     def plan(self, captured, size, requests):
         """Long runs of plain rounds, and trees of all that are captured."""
         if not self.left:
-            self.now, self.left = self.g.choice([[0], [0], [1], [4], [4], [2]]), self.g.choice([1, 1, 2, 3, 9, 50])
+            self.now, self.left = self.g.choice([[0], [0], [1], [2], [4], [4]]), self.g.choice([1, 1, 2, 3, 9, 50])
         self.left -= 1
         if not self.now[0]:
             return [0]
