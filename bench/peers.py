@@ -187,13 +187,13 @@ def main():
     runs = []
     for steps, topk in product(args.draft_steps, args.topk):
         say(f"-- draft_steps {steps}, topk {topk}")
-        with Engine(draft_steps=steps, topk=topk, device=args.device, max_batch=1) as engine:
+        with Engine(draft_steps=steps, topk=topk, nodes=steps, device=args.device, max_batch=1) as engine:
             runs.append(measure(engine, prompts, args.max_tokens, args.repeats, note, say))
             if gpu:
                 gpu[f"draft_steps {steps}, topk {topk}"] = idle(engine, prompts[0])
     if gpu:
         say("-- exact")
-        with Engine(draft_steps=6, device=args.device, max_batch=1, exact=True) as engine:
+        with Engine(draft_steps=6, nodes=6, device=args.device, max_batch=1, exact=True) as engine:
             gpu["exact"] = measure(engine, prompts, args.max_tokens, args.repeats, note, say)
     best = max((run for run in runs if run["equal"]), key=lambda run: run["speedup"]["median"])
     say(f"best: draft_steps {best['draft_steps']}, topk {best['topk']}, {best['speedup']['median']:.2f} times plain")

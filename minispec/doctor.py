@@ -133,7 +133,7 @@ def own_subject(heard, plan):
 def run(heard, folder, dialect, found, facts):
     """Findings from the engine itself, with a chain of draft tokens, against `found`, the Depths of the reading that it runs."""
     prompts, params = [out.prompt_ids for out in heard.outputs], SamplingParams(max_tokens=len(heard.outputs[0].ids), ignore_eos=True)
-    with Engine(heard.folder, str(folder), topk=1, **dialect, **heard.options) as engine:
+    with Engine(heard.folder, str(folder), topk=1, nodes=6, **dialect, **heard.options) as engine:
         outputs, plain, times = engine.generate(prompts, params), engine.plain(), []
         for prompt in prompts[:4]:
             for one in (plain, engine):

@@ -43,7 +43,7 @@ class Engine:
 
     target, draft: checkpoint folders; neither: the default pair; draft="none": plain decoding. device: "auto", "cpu", "cuda", "cuda:N".
     dtype: "auto" (float32 on CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16". draft_steps: levels of the draft tree (0: plain);
-    topk: children tried per node; nodes: draft tokens verified a round (default draft_steps), or "auto": as many as pay on this machine,
+    topk: children tried per node; nodes: draft tokens verified a round, or "auto" (default): as many as pay on this machine,
     text and batch, none where the draft does not (adapt.py). max_batch: requests at once; max_length: tokens of a request, prompt included
     (default: the target's context or what memory holds); chunk: prompt tokens a forward (default 2048 on CUDA, 256 on CPU); capture,
     capture_convention, d2t, norm_* and fc_norm overrule what the draft's files say (weights/draft.py); latent_norm_eps: 1e-6 or "config".

@@ -79,7 +79,7 @@ ENGINE = (
     *MODELS,
     click.option("--draft-steps", type=int, help="Levels of the draft tree, 6 by default; 0 is plain decoding."),
     click.option("--topk", type=int, help="Children tried a node, 4 by default; 1 makes a chain."),
-    click.option("--nodes", type=SIZE, help="Draft tokens verified a round, the root excluded; auto: as many as pay; default: draft-steps."),
+    click.option("--nodes", type=SIZE, help="Draft tokens verified a round, the root excluded; auto, the default: as many as pay."),
     *DEVICE,
     *RANKS,
     click.option("--patience", type=float, help="Seconds without progress, 20 by default, after which a run of several ranks is ended."),

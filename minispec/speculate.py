@@ -10,20 +10,21 @@ from minispec.kernels.prune import learn
 from minispec.tree import Tree
 from minispec.verify import Path, accept
 
+USUAL = "auto"  # the nodes of a Shape that asks for none
 WORD = 64       # bits of an ancestor word: rows of one forward that can be told apart, the root included
 
 
 @dataclass(frozen=True)
 class Shape:
-    """steps: levels of the tree (0: plain decoding); topk: children tried per node; nodes: draft tokens verified, the root excluded;
-    "auto" (then adaptive): as many as pay, each round, up to 15."""
+    """steps: levels of the tree (0: plain decoding), topk: children tried per node, both at most where nodes is "auto" (the default); nodes:
+    draft tokens verified, the root excluded; "auto" (then adaptive): as many as pay, each round, up to 15."""
     steps: int = 6
     topk: int = 4
     nodes: int | str | None = None
     adaptive: bool = False
 
     def __post_init__(self):
-        if self.nodes == "auto":
+        if (USUAL if self.nodes is None else self.nodes) == "auto":
             object.__setattr__(self, "adaptive", isinstance(self.steps, int) and self.steps > 0)
             object.__setattr__(self, "nodes", None)
         for name, low in (("steps", 0), ("topk", 1), ("nodes", 0)):

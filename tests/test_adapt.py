@@ -2,6 +2,8 @@
 import itertools
 import math
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -392,6 +394,11 @@ def test_replayed_rounds(row, level, checkpoints, costs, replayed):
 def test_what_is_refused(options, checkpoints):
     with pytest.raises(MinispecError, match="nodes"):
         Engine(checkpoints.target(), **{"draft": checkpoints.draft(checkpoints.target()), **options})
+
+
+def test_auto_is_what_who_asks_for_nothing_gets():
+    code = "from minispec.speculate import Shape; print(Shape().adaptive, Shape(3, 2).adaptive, Shape(3, 2, 3).adaptive, Shape(0).adaptive)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == ["True", "True", "False", "False"]
 
 
 def test_auto_of_no_steps_is_plain():
