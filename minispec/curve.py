@@ -33,8 +33,8 @@ class Curve:
         self.trials = [(depth, min(n, nodes) * requests) for depth, n in tried] * 2
         self.hits, self.tries = [0.6] * self.steps, [SHORT] * self.steps
         self.gain, self.spent, self.drafted, self.age, self.arm = 1.0, 1.0, 0, 0, arms[-1]
-        # plain rounds to come, between two probes, and when it last came back; whether a probe's round is not seen yet
-        self.rest, self.interval, self.last, self.probed = 0, 0, 4, False
+        # plain rounds to come, between two probes, and when it last came back; those that wait for what a probe found
+        self.rest, self.interval, self.last, self.waits = 0, 0, 4, 0
         # what drafting has lost, in plain rounds, where what it wins counts only as far as it makes up for losses (Page's test); and won
         self.lost, self.won = LIMIT - 2.0, 0.0         # a draft that nobody knows may lose less
 
@@ -45,8 +45,8 @@ class Curve:
         if self.rest:
             return 0, 0
         if self.interval:
-            waits, self.probed = self.probed, not self.probed
-            return (0, 0) if waits else (self.arms[0], None)        # a probe: has the text changed?
+            self.waits = self.waits - 1 if self.waits else 2        # so many are planned before it is seen, at most
+            return (0, 0) if self.waits < 2 else (self.arms[0], None)       # a probe: has the text changed?
         if self.drafted % OTHER == 0:       # what shorter trees are worth longer ones tell too
             return self.arms[min(self.arms.index(self.arm) + 1, len(self.arms) - 1)], None
         return self.arm, None
@@ -67,7 +67,7 @@ class Curve:
         if not depth:
             self.rest = max(self.rest - 1, 0)
             return
-        self.drafted, self.probed = self.drafted + 1, False
+        self.drafted, self.waits = self.drafted + 1, 0
         share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
         self.wide += (nodes / (depth * self.requests) - self.wide) * share * (nodes > 0)
         self.spent += (cost + drafting / self.base - self.spent) * share
@@ -78,7 +78,7 @@ class Curve:
         for count in counts:
             for k in range(min(count, depth, -(-nodes // self.requests))):
                 self.tries[k] = min(self.tries[k] + 1, LONG)
-                share = max(1 / self.tries[k], 0.5 if self.interval else 0.25 if k >= self.arm else 0)      # rare ones speak louder
+                share = max(1 / self.tries[k], 0.25 if k >= self.arm else 0)        # rare ones speak louder
                 self.hits[k] += ((count > k + 1) - self.hits[k]) * share
         if self.interval or self.lost >= LIMIT or self.age % REFRESH == 0:
             self._decide()
@@ -114,11 +114,11 @@ class Curve:
         if not self.interval:
             self.drafted = self.drafted if arm == self.arm else min(self.drafted, SHORT)
         self.arm = arm
-        if self.lost >= LIMIT:     # what came back for nothing is probed half as often as before
+        if self.lost < LIMIT and self.interval:
+            self.last, self.interval, self.rest, self.drafted = self.interval, 0, 0, SHORT
+        elif self.lost >= LIMIT and not self.rest:     # what came back for nothing is probed half as often as before
             self.interval = self.rest = min(2 * (self.interval or (4 if self.won > 0 else self.last)), PROBE)
             self.won = 0.0
-        elif self.interval:
-            self.last, self.interval, self.drafted = self.interval, 0, SHORT
 
     def best(self):
         """(tokens a cost, arm) of the arm that promises most; where the draft may end early, of any number of levels."""

@@ -235,6 +235,22 @@ def test_a_worthless_draft_costs_little_and_may_come_back(whole, seed):
     assert sum(map(bool, world(curve, 300, true, chain([0.8, 0.8, 0.6, 0.6, 0, 0]), seed)[2])) > 280      # 1.3 times plain or more
 
 
+def test_rounds_that_are_under_way_when_a_draft_rests():
+    """They are seen later: they say nothing that is new, wins let it draft again; nor is a probe sent after one that nobody has seen."""
+    curve, true = Curve(1, 15, ARMS, True), lambda n: 1 + 0.05 * n
+    world(curve, len(curve.trials), true, chain([0] * 6))
+    while not curve.interval:
+        world(curve, 1, true, chain([0] * 6))
+    before = curve.interval, curve.rest
+    for _ in range(3):
+        curve.saw(6, 6, [1], true(6) + 0.6)
+    assert (curve.interval, curve.rest) == before == (8, 8)
+    curve.rest = 0
+    assert [curve()[0] for _ in range(4)] == [1, 0, 0, 1]
+    curve.saw(6, 6, [7], true(6) + 0.6)
+    assert (curve.interval, curve.rest) == (0, 0) and curve()[0] > 0
+
+
 @pytest.mark.parametrize("row, level", itertools.product((0.003, 0.02, 0.08), (0.03, 0.1, 0.3)))
 def test_a_draft_that_is_nearly_always_wrong_is_left_alone(row, level):
     """Where nobody can look inside of it: never under 0.97 of plain decoding, whatever rows and levels cost."""
