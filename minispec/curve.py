@@ -29,7 +29,9 @@ class Curve:
         self.requests, self.nodes, self.arms, self.whole, self.steps = requests, nodes, arms, whole, arms[-1]
         self.cost, self.seen, self.use, self.base = {}, {}, {}, None
         self.first, self.level, self.wide, self.whole_round = 0.0, 0.0, 1.0, {}
-        tried = [(self.steps, n) for n in (self.steps, 1, 3, 10)] + [(0, 0)] + [(1, 1)] * whole
+        usual, tried = (self.steps, self.steps), [(self.steps, 1), (self.steps, 10), (0, 0)]
+        # where they may be the whole of a short text, what is tried stands between trees of as many nodes as levels
+        tried = [usual, *tried, (self.steps, 3), (1, 1)] if whole else sum(([usual] * 3 + [one] for one in tried), [])
         self.trials = [(depth, min(n, nodes) * requests) for depth, n in tried] * 2
         self.hits, self.tries = [0.6] * self.steps, [SHORT] * self.steps
         self.gain, self.spent, self.drafted, self.age, self.arm = 1.0, 1.0, 0, 0, arms[-1]
