@@ -351,8 +351,8 @@ def test_a_random_draft_is_left_alone(checkpoints, costs):
     target = checkpoints.target()
     costs(0.2, 0.2)
     draft = checkpoints.draft(target, **DIALECTS["safeailab"])
-    params = [SamplingParams(max_tokens=220, ignore_eos=True), SamplingParams(max_tokens=220, ignore_eos=True, temperature=0.8, seed=4)]
-    with Engine(target, "none") as off, Engine(target, draft, max_length=270, page_size=4, **AUTO) as engine:
+    params = [SamplingParams(max_tokens=210, ignore_eos=True), SamplingParams(max_tokens=210, ignore_eos=True, temperature=0.8, seed=4)]
+    with Engine(target, "none") as off, Engine(target, draft, max_length=256, page_size=4, **AUTO) as engine:
         seen, read, catch_up = kinds(engine), [], engine.runner.speculator.catch_up
         engine.runner.speculator.catch_up = lambda batch: read.append(batch.unread) or catch_up(batch)
         with spy.poisoned(engine):
