@@ -136,21 +136,24 @@ def traced(engine, prompts, params, progress):
 
 
 def inside(rounds, chosen):
-    """Medians over rounds of milliseconds in all, drafting, verifying and the rest; distinct experts a layer on average."""
+    """Medians over rounds of milliseconds in all, drafting, verifying and the rest; on average distinct experts a layer, levels drafted."""
     every = [one for i in chosen for one in rounds[i]] if rounds else []
     if not every:
-        return {"round_ms": None, "experts": None}
+        return {"round_ms": None, "experts": None, "levels": None}
     parts = {"total": [r.total for r in every], "draft": [r.draft for r in every], "verify": [r.verify for r in every],
              "rest": [r.total - r.draft - r.verify for r in every]}
     experts = [r.experts for r in every if r.experts is not None]
     return {"round_ms": {name: round(1e3 * quantile(values, 0.5), 4) for name, values in parts.items()},
-            "experts": round(sum(experts) / len(experts), 3) if experts else None}
+            "experts": round(sum(experts) / len(experts), 3) if experts else None,
+            "levels": round(sum(r.levels for r in every) / len(every), 3)}
 
 
 def bound(engine, result):
-    """What a round must read, and the speed-up if that were all that takes time."""
+    """What a round must read, and the speed-up if that were all that takes time; nothing of trees of any size where no round was traced."""
+    if engine.shape.adaptive and result["levels"] is None:
+        return {"bytes_verify": None, "bytes_round": None, "speedup_ceiling": None}
     verify = target_bytes(engine, engine.shape.nodes + 1, result["experts"])
-    size = verify + engine.draft_steps * draft_bytes(engine)
+    size = verify + (engine.draft_steps if result["levels"] is None else result["levels"]) * draft_bytes(engine)
     length = result["acceptance_length"]
     return {"bytes_verify": verify, "bytes_round": size, "speedup_ceiling": length and length * result["bytes_token"] / size}
 

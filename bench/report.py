@@ -71,7 +71,8 @@ def ceiling(engine, result, say):
         return
     one, verify, whole, rate = (result[name] for name in ("bytes_token", "bytes_verify", "bytes_round", "copy_bytes_per_s"))
     experts = "as many experts as uniform routing takes" if result["experts"] is None else f"{result['experts']:.1f} experts a layer"
-    say(f"ceiling, speculative: a round reads {size(whole)} ({size(verify)} to verify, with {experts}; {size(whole - verify)} to draft) "
+    say(f"ceiling, speculative: a round reads {size(whole)} ({size(verify)} to verify, with {experts}; {size(whole - verify)} to draft"
+        + f" {result['levels']:.1f} levels" * (result["levels"] is not None) + ") "
         f"for {result['acceptance_length']:.2f} tokens: {result['acceptance_length'] * rate / whole:.0f} tokens/s, "
         f"{result['speedup_ceiling']:.2f} times plain if only memory took time")
 
@@ -99,7 +100,8 @@ def tables(result, say):
         rows.append([kind, number(one["acceptance_length"]), sure, *(number(rate, 3) for rate in one["by_depth"]), number(one["experts"], 1)])
     grid(rows, say)
     say(f"length: {DEFINITION}; 95%: bootstrap over prompts; depth: of the rounds in which every depth before was accepted, the share in which "
-        "this one was; experts: distinct ones that the verified rows took")
+        "this one was" + ", drafted or not: auto drafts less where more does not pay" * (result["nodes"] == "auto")
+        + "; experts: distinct ones that the verified rows took")
 
 
 def loops(result, prompts, say):

@@ -10,11 +10,13 @@ from minispec.graphs import Graphs
 
 
 class Traced(NamedTuple):
-    """A round: seconds of it in all, drafting, verifying (tree to choice); mean number of distinct experts a MoE layer, None without one."""
+    """A round: seconds of it in all, drafting, verifying (tree to choice); mean number of distinct experts a MoE layer, None without one;
+    levels drafted."""
     total: float
     draft: float
     verify: float
     experts: float | None
+    levels: int
 
 
 class Trace:
@@ -25,7 +27,7 @@ class Trace:
     """
 
     def __init__(self, engine):
-        self.engine, self.cuda, self.on, self.marks, self.chosen = engine, engine.device.type == "cuda", False, {}, {}
+        self.engine, self.cuda, self.on, self.marks, self.chosen, self.levels = engine, engine.device.type == "cuda", False, {}, {}, []
 
     def __enter__(self):
         runner = self.engine.runner
@@ -35,6 +37,7 @@ class Trace:
         speculator.target.trace = self.route
         if speculator.draft:
             speculator.draft = copy(speculator.draft)
+            speculator.draft.children = self.level(speculator.draft.children)
             speculator.draft.grow = self.then("draft", speculator.draft.grow)
         speculator.choose = self.then("verify", speculator.choose)
         speculator.round = self.round(speculator.round)
@@ -54,7 +57,7 @@ class Trace:
         """Marks and choices of the round that is replayed next, which is not the one captured last."""
         def round(*kind):
             found = run(*kind)
-            self.marks, self.chosen = known.setdefault(kind, (self.marks, self.chosen))
+            self.marks, self.chosen, self.levels = known.setdefault(kind, (self.marks, self.chosen, self.levels))
             return found
         return round
 
@@ -63,6 +66,12 @@ class Trace:
             self.marks[name] = torch.cuda.Event(enable_timing=True, external=True) if self.cuda else perf_counter()
             if self.cuda:
                 self.marks[name].record()
+
+    def level(self, run):
+        def counted(*args):
+            self.levels.append(1)
+            return run(*args)
+        return counted
 
     def then(self, name, run):
         def marked(*args, **kwargs):
@@ -73,7 +82,7 @@ class Trace:
 
     def round(self, run):
         def marked(*args):
-            self.on, self.marks, self.chosen = True, {}, {}
+            self.on, self.marks, self.chosen, self.levels = True, {}, {}, []
             self.mark("began")
             try:
                 return run(*args)
@@ -95,7 +104,7 @@ class Trace:
             spans = [second - first for first, second in zip(times, times[1:])]
         none = self.engine.target_config.n_routed_experts          # what rows take that nobody verifies
         taken = [int((torch.cat(ids).unique() != none).sum()) for ids in self.chosen.values()]
-        return Traced(total, sum(spans[:-1]), spans[-1], mean(taken) if taken else None)
+        return Traced(total, sum(spans[:-1]), spans[-1], mean(taken) if taken else None, len(self.levels))
 
     def rounds(self, prompt, params):
         """Traced of each round of one prompt."""

@@ -11,6 +11,9 @@ class Parsed(click.ParamType):
     def __init__(self, name, parse, wanted):
         self.name, self.parse, self.wanted = name, parse, wanted
 
+    def get_metavar(self, *_, **__):        # click's own is in capitals, which are not what is read
+        return self.name
+
     def convert(self, value, param, ctx):
         try:
             return self.parse(value)
@@ -77,7 +80,7 @@ DEVICE = (
 )
 ENGINE = (
     *MODELS,
-    click.option("--draft-steps", type=int, help="Levels of the draft tree, 6 by default; 0 is plain decoding."),
+    click.option("--draft-steps", type=int, help="Levels of the draft tree (with --nodes auto: at most), 6 by default; 0 is plain decoding."),
     click.option("--topk", type=int, help="Children tried a node, 4 by default; 1 makes a chain."),
     click.option("--nodes", type=SIZE, help="Draft tokens verified a round, the root excluded; auto, the default: as many as pay."),
     *DEVICE,
@@ -109,7 +112,7 @@ BENCH = (
     click.option("--sweep", is_flag=True, help="Also other trees, draft-steps x topk x nodes, and which is best; long: see --per-kind."),
     click.option("--sweep-draft-steps", type=COUNTS, help="Of a sweep; default 1,2,3,4,6,8."),
     click.option("--sweep-topk", type=COUNTS, help="Of a sweep; default 1,4."),
-    click.option("--sweep-nodes", type=NODES, help="Of a sweep; default: draft-steps, and twice that. What no tree can hold is left out."),
+    click.option("--sweep-nodes", type=NODES, help="Of a sweep; default: draft-steps, twice that, and auto. What no tree can hold is left out."),
     click.option("--plot", metavar="FILE.png", help="Draw acceptance by depth and speed-up by setting (extra plot)."),
     click.option("--json", "json_file", metavar="FILE", help="Write the result here as well."),
 )

@@ -32,7 +32,8 @@ class Shape:
             if name == "nodes" and value is None:
                 object.__setattr__(self, "nodes", self.steps)
             elif isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise MinispecError(f"{'draft_steps' if name == 'steps' else name} must be a whole number of at least {low}, not {value!r}")
+                raise MinispecError(f"{'draft_steps' if name == 'steps' else name} must be a whole number of at least {low}"
+                                    f"{' or auto' * (name == 'nodes')}, not {value!r}")
         if self.adaptive:       # 16 rows cost what one costs but for their experts, and one captured round holds any number up to them
             object.__setattr__(self, "nodes", min(15, self.topk + (self.steps - 1) * self.topk**2))
         least, most = (1, min(self.topk + (self.steps - 1) * self.topk**2, WORD - 1)) if self.steps else (0, 0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minispec import Engine, Output, SamplingParams, cli, speculate
+from minispec import draft as drafts
 from minispec import engine as engines
 from minispec import target as targets
 from minispec.bench import compare, readings, report
@@ -189,6 +190,21 @@ def test_what_is_looked_into_teaches_an_adaptive_tree_nothing(engine):
         assert len(trace.rounds(PROMPT, greedy(30))) > 4 and curve.age > int(before["age"])
     (curve,) = auto.runner.adaptive.curves.values()
     assert {name: repr(value) for name, value in vars(curve).items()} == before
+
+
+@pytest.mark.parametrize("nodes", [5, "auto"])
+def test_levels_of_a_round_are_those_that_the_head_was_asked_for(engine, nodes, monkeypatch):
+    """Against a record of the head's own calls; the ceiling counts the draft's weights once for each."""
+    calls, head, other = [], drafts.draft_logits, engine.reshaped(3, 3, nodes)
+    monkeypatch.setattr(drafts, "draft_logits", lambda *args: calls.append(1) or head(*args))
+    with Trace(other) as trace:
+        rounds = trace.rounds(PROMPT, greedy(30))
+    assert sum(one.levels for one in rounds) == len(calls) and (nodes == "auto") == any(one.levels == 0 for one in rounds)
+    result = {"bytes_token": 8, "acceptance_length": 2.0, **compare.inside([rounds], [0])}
+    found = compare.bound(other, result)
+    assert found["bytes_round"] - found["bytes_verify"] == pytest.approx(len(calls) / len(rounds) * readings.draft_bytes(other), rel=1e-3)
+    nothing = compare.bound(other, {"bytes_token": 8, "acceptance_length": 2.0, **compare.inside(None, [])})
+    assert (nothing["speedup_ceiling"] is None) == (nodes == "auto")
 
 
 def test_bytes_of_a_forward(engine):

@@ -96,6 +96,7 @@ def test_every_sampling_parameter_is_an_option(run):
     assert set(SamplingParams.__dataclass_fields__) <= names
     help_text = run("generate", "--help").out
     assert all("--" + name.replace("_", "-") in help_text for name in SamplingParams.__dataclass_fields__)
+    assert "--nodes INT|auto " in help_text and "NUMBER|config" in help_text         # as they are read, not in capitals
     done = run("generate", "--prompt", PROMPT, "--max-tokens", 8, "--temperature", 0.8, "--top-k", 40, "--top-p", 0.9, "--min-p", 0.01,
                "--seed", 3, "--repetition-penalty", 1.1, "--presence-penalty", 0.1, "--frequency-penalty", 0.1, "--logit-bias", "5=-2",
                "--stop", "@@@", "--stop-ids", 7, "--ignore-eos", "--logprobs", "--json")

@@ -153,6 +153,12 @@ def test_impossible_shapes_are_refused(shape):
         Shape(*shape)
 
 
+@pytest.mark.parametrize("nodes", ["AUTO", "many", -1, 1.5, True, []])
+def test_who_misspells_auto_is_told_how_it_is_spelt(nodes):
+    with pytest.raises(MinispecError, match="nodes must be a whole number of at least 0 or auto, not"):
+        Shape(6, 4, nodes)
+
+
 @pytest.mark.parametrize("shape", [(6, 4, None), (0, 4, None), (63, 1, None), (1, 4, 4), (2, 4, 20), (6, 1, 3), (5, 16, 63)])
 def test_possible_shapes(shape):
     made = Shape(*shape)
