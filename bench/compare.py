@@ -26,7 +26,10 @@ class Setting:
         self.outputs, self.differences, self.runs, self.equal = [], [], [], True
 
     def check(self, plain, params):
-        """Ids against those of plain decoding; also the run that warms up what the clock shall not see."""
+        """Ids against those of plain decoding; also the run that warms up what the clock shall not see: an adaptive tree learns first."""
+        for reference in plain * self.engine.shape.adaptive:
+            self.engine.generate(reference.prompt_ids, params)
+            yield
         for index, reference in enumerate(plain):
             self.outputs.append(out := self.engine.generate(reference.prompt_ids, params))
             if found := difference(self.engine, reference.prompt_ids, reference.ids, out.ids, params):
@@ -80,7 +83,8 @@ def compare(engine, prompts, params, repeats, say, progress, sweep=(), batches=(
               "copy_bytes_per_s": rate, "ranks": engine.ranks.size}
     report.opening(result, kinds, say)
 
-    checks = counted(len(prompts) * (1 + len(settings)), "runs that compare ids", progress)
+    passes = 1 + sum(1 + setting.engine.shape.adaptive for setting in settings)
+    checks = counted(len(prompts) * passes, "runs that compare ids", progress)
     reference = [step(checks, plain.generate(one.prompt, params)) for one in prompts]
     for setting in settings:
         for _ in setting.check(reference, params):
