@@ -56,8 +56,8 @@ class Places:
         members = [(request, request.length) for request in requests]
         if self.members != members:
             (size, width), missing = self.table.shape, len(self.table) - len(requests)
-            rows = [(r.length, r.ids[-1], self.last - r.length, r.slot, 1) for r in requests]
-            self.upload(self.state[:5], zip(*rows, *[self.idle] * missing))
+            rows = [(r.length, r.ids[-1], self.last - r.length, r.slot, 1) for r in requests] + [self.idle] * missing
+            self.upload(self.state, [*zip(*rows), [self.turn] * size])      # the turn too: a capture that was interrupted has moved it on
             self.upload(self.table, [r.pages + [0] * (width - len(r.pages)) for r in requests] + [[0] * width] * missing)
             if self.sampled and requests:
                 self.upload(self.sampling.temperature, [r.params.temperature for r in requests] + [1.0] * missing)

@@ -146,6 +146,19 @@ def test_a_round_is_queued_behind_the_one_that_runs(shape, pair, monkeypatch):
     assert replayed.generate([7, 301, 45], params).ids == out.ids
 
 
+def test_a_capture_that_is_interrupted(pair, monkeypatch):
+    """Ctrl-C after the round has run, before it is captured: later rounds write their results where the host reads them."""
+    eager, replayed = pair("chain", max_batch=2)
+
+    def interrupted(run, device, pool):
+        run()
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(graphs, "record", interrupted)
+        replayed.generate([7, 301, 45], WARM)
+    assert told(replayed, ([[7, 301, 45]], WARM)) == told(eager, ([[7, 301, 45]], WARM))
+
+
 def test_plain_shares_the_caches(pair):
     _, replayed = pair("chain", max_batch=2)
     plain = replayed.plain()
