@@ -54,13 +54,14 @@ class Adaptive:
 
         captured: whether it is a CUDA graph; requests: who is in it, oldest first: a new one is worth a probe.
         """
-        if not captured or self.trying(captured, size):
+        new = requests[-1] is not self.newest
+        if not captured or new or self.trying(captured, size):
             self.look()
         if (captured, size) not in self.curves:
             whole = captured or self.device.type != "cpu"
             self.curves[captured, size] = Curve(size, self.budget(size).nodes, self.arms if whole else self.arms[-1:], whole)
         curve = self.curves[captured, size]
-        if requests[-1] is not self.newest:
+        if new:
             curve.newcomer()
         self.newest, (depth, nodes) = requests[-1], curve()
         if not depth:

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from minispec import Engine, MinispecError, SamplingParams, adapt, graphs
 from minispec.adapt import Adaptive
-from minispec.curve import PLAIN, Curve
+from minispec.curve import LIMIT, PLAIN, Curve
 from minispec.kernels.growth import AHEAD, Growth
 from minispec.kernels.prune import BINS, PRIOR, factors, learn, prune
 from minispec.speculate import Shape
@@ -277,14 +277,21 @@ def test_whole_trees_are_those_that_pay(hits, best):
         assert max(set(found), key=found.count) == best and found.count(best) > 180, found
 
 
-def test_a_new_request_is_worth_a_probe():
+@pytest.mark.parametrize("captured, depth", [(False, 4), (True, 1)])
+def test_a_new_request_is_worth_a_probe(captured, depth):
+    """At once, also where the one before it ended with a probe that nobody has looked at yet."""
     known = Adaptive(Shape(4, 2, "auto"), torch.device("cpu"))
-    one, two = object(), object()
-    known.plan(False, 1, [one])
-    curve = known.curves[False, 1]
-    curve.trials, curve.rest, curve.interval, curve.cost = [], 40, 128, {PLAIN: 1.0, 1: 1.5, 2: 1.6}
+    one, two, three = object(), object(), object()
+    known.plan(captured, 1, [one])
+    curve = known.curves[captured, 1]
+    curve.trials, curve.rest, curve.interval, curve.cost, curve.base, curve.lost = [], 40, 128, {PLAIN: 1.0, 1: 1.5, 2: 1.6}, 1.0, LIMIT
     curve.seen = {PLAIN: 9, 1: 9, 2: 9}
-    assert known.plan(False, 1, [one]) == [0] and known.plan(False, 1, [two])[0] == 4 and curve.rest == 0
+    assert known.plan(captured, 1, [one]) == [0] and known.plan(captured, 1, [two])[0] == depth and curve.rest == 0
+    curve.lost = LIMIT - 0.1
+    known.saw(captured, 1, depth, 1, [1], 2.5)
+    assert known.plan(captured, 1, [three])[0] == depth
+    known.look()
+    assert curve.rest == 0 < curve.interval
 
 
 @pytest.fixture
