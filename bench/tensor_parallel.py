@@ -152,7 +152,7 @@ def rounds(runner, device, count):
 def alone(ranks, device, shape, calls=24):
     """Microseconds of one all-reduce of bf16 [rows, hidden], `calls` of them in a graph: by nccl, and in one shot through symmetric memory."""
     def timed(run):
-        replay, _ = record(lambda: [run() for _ in range(calls)], device, None)
+        replay = record(lambda: [run() for _ in range(calls)], device, None)
         ranks.exchange(0)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         times = []
