@@ -50,8 +50,8 @@ class Trace:
 
     def __exit__(self, *error):
         self.engine.runner.speculator, self.engine.runner.graphs = self.kept
-        if self.engine.runner.adaptive:
-            self.engine.runner.adaptive.curves, self.engine.runner.adaptive.unseen = self.learnt, None
+        if adaptive := self.engine.runner.adaptive:
+            adaptive.curves, adaptive.unseen, adaptive.usual = self.learnt, None, None       # the next plan uploads prices of what was learnt
 
     def captured(self, run, known):
         """Marks and choices of the round that is replayed next, which is not the one captured last."""

@@ -1,4 +1,4 @@
-"""A round as one CUDA graph, captured once per batch size and tree, replayed with no word from the host until what was accepted is read."""
+"""A round as one CUDA graph, captured once per batch size and depth, replayed with no word from the host until what was accepted is read."""
 from dataclasses import replace
 from functools import partial
 from typing import Callable, NamedTuple
@@ -130,7 +130,7 @@ class Graphs:
     def __init__(self, runner):
         self.runner, self.places, self.rounds = runner, {}, {}
         self.flights, self.ahead = [], True         # rounds that nobody has read yet; whether one may be queued behind another
-        self.pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None    # one for all: a result is copied at once
+        self.pool = torch.cuda.graph_pool_handle() if runner.device.type == "cuda" else None    # one for all: results leave it within the round
 
     @staticmethod
     def fits(request):
