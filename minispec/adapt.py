@@ -15,7 +15,7 @@ ROWS = 64           # of one forward at most, over all requests: rows of a captu
 
 @dataclass
 class Budget:
-    """What Tree.best and Draft.grow ask. nodes: of a request at most; steps, topk: levels at most, children tried a node; trust: of
+    """What Tree.best and Draft.grow ask. nodes: of a request at most; steps: levels at most; topk (for Growth): children tried a node; trust: of
     kernels/prune.py, one for all batch sizes; price fp32 [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device. On
     the CPU also: prices, the same; in tokens, level: what a level of the draft costs, row: a further row; factors: kernels.prune.factors of
     `trust`; and what Growth tells."""

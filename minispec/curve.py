@@ -112,7 +112,7 @@ class Curve:
 
     def _decide(self):
         """Go on with the arm that promises most, or rest when too much is lost: so a probe that won may lose as much again, and no more."""
-        _, arm = self.best()
+        arm = self.best()
         if not self.interval:
             self.drafted = self.drafted if arm == self.arm else min(self.drafted, SHORT)
         self.arm = arm
@@ -123,7 +123,7 @@ class Curve:
             self.won = 0.0
 
     def best(self):
-        """(tokens a cost, arm) of the arm that promises most; where the draft may end early, of any number of levels."""
+        """The arm that promises most tokens a cost; where the draft may end early, of any number of levels."""
         found, verify, reached, gain = [], self.costs(), 1.0, 1.0
         for depth, hit in enumerate(self.hits, 1):
             reached *= hit
@@ -131,7 +131,7 @@ class Curve:
             nodes, arm = min(round(self.wide * depth * self.requests), self.nodes * self.requests), depth if self.whole else self.steps
             if arm in self.arms:
                 found.append((gain / (verify[nodes] + self.first + self.level * (depth - 1)), arm))
-        return max(found)
+        return max(found)[1]
 
     def _average(self, nodes, seconds):
         """The better of the first two rounds of a kind, then a running mean. The kind that is usual now keeps its cost and moves the base

@@ -52,7 +52,7 @@ class Places:
         self.seat([])
 
     def seat(self, requests):
-        """Nothing is uploaded where the last round was theirs too; else two tensors, four where they are sampled: the GPU waits for it."""
+        """Nothing is uploaded where the last round was theirs too; else two tensors, four where they are sampled."""
         members = [(request, request.length) for request in requests]
         if self.members != members:
             (size, width), missing = self.table.shape, len(self.table) - len(requests)
