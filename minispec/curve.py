@@ -73,6 +73,7 @@ class Curve:
         share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
         self.wide += (nodes / (depth * self.requests) - self.wide) * share * (nodes > 0)
         self.spent += (cost + drafting / self.base - self.spent) * share
+        won = 0.0
         if counts:
             self.gain += (sum(counts) / len(counts) - self.gain) * share
             won = sum(counts) / len(counts) - (cost + drafting / self.base) / self.plain
@@ -83,7 +84,7 @@ class Curve:
                 share = max(1 / self.tries[k], 0.25 if k >= self.arm else 0)        # rare ones speak louder
                 self.hits[k] += ((count > k + 1) - self.hits[k]) * share
         if self.interval or self.lost >= LIMIT or self.age % REFRESH == 0:
-            self._decide()
+            self._decide(won)
 
     def newcomer(self):
         """Another request, perhaps another text: it is probed at once, and may lose a little. (Only one probe where none was met of late left
@@ -110,13 +111,13 @@ class Curve:
                 cost = seconds / self.base - self.first - self.level * (depth - 1)
                 self.cost[nodes], self.seen[nodes] = min(max(cost, 0.1), self.cost.get(nodes, 1e9)), 2
 
-    def _decide(self):
+    def _decide(self, won):
         """Go on with the arm that promises most, or rest when too much is lost: so a probe that won may lose as much again, and no more."""
         arm = self.best()
         if not self.interval:
             self.drafted = self.drafted if arm == self.arm else min(self.drafted, SHORT)
         self.arm = arm
-        if self.lost < LIMIT and self.interval:
+        if won > 0 and self.interval:
             self.last, self.interval, self.rest, self.drafted = self.interval, 0, 0, SHORT
         elif self.lost >= LIMIT and not self.rest:     # what came back for nothing is probed half as often as before
             self.interval = self.rest = min(2 * (self.interval or (4 if self.won > 0 else self.last)), PROBE)
