@@ -103,7 +103,7 @@ def ended(child, processes, status, says, seconds=30):
 
 
 def pair(**options):
-    return Engine(max_length=1024, **options)
+    return Engine(max_length=1024, nodes=6, **options)         # the ranks that it starts know nothing of conftest
 
 
 @pytest.fixture(scope="module")
