@@ -72,11 +72,12 @@ class Curve:
         self.drafted, self.waits = self.drafted + 1, 0
         share = 0.5 if self.interval else 1 / min(self.drafted, LONG)      # a probe speaks of the text as it is now
         self.wide += (nodes / (depth * self.requests) - self.wide) * share * (nodes > 0)
-        self.spent += (cost + drafting / self.base - self.spent) * share
-        won = 0.0
+        spent, won = cost + drafting / self.base, 0.0
+        self.spent += (spent - self.spent) * share
         if counts:
-            self.gain += (sum(counts) / len(counts) - self.gain) * share
-            won = sum(counts) / len(counts) - (cost + drafting / self.base) / self.plain
+            gain = sum(counts) / len(counts)
+            self.gain += (gain - self.gain) * share
+            won = gain - spent / self.plain
             self.won, self.lost = self.won + won, min(max(self.lost - won, 0), LIMIT)
         for count in counts:
             for k in range(min(count, depth, -(-nodes // self.requests))):

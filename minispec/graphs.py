@@ -66,7 +66,7 @@ class Places:
 
     @staticmethod
     def upload(place, values):
-        place.copy_(torch.tensor(list(values), dtype=place.dtype, pin_memory=place.is_cuda).view(place.shape), non_blocking=True)
+        place.copy_(torch.tensor(values, dtype=place.dtype, pin_memory=place.is_cuda), non_blocking=True)
 
 
 class Flight(NamedTuple):
