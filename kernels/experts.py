@@ -99,14 +99,23 @@ def _block(p_start, i_block, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr
 
 
 @jit
-def _active(p_ids, slot, rows, E: tl.constexpr, TOPK: tl.constexpr, P: tl.constexpr):
+def _either(a, b):
+    return a | b
+
+
+@jit
+def _active(p_ids, slot, rows, E: tl.constexpr, EP: tl.constexpr, TOPK: tl.constexpr, P: tl.constexpr):
     """The slot-th of the active experts in ascending order, -1 past the last, and how many there are."""
     i_p = tl.arange(0, P)
-    ids = tl.load(p_ids + i_p, mask=i_p < rows * TOPK, other=2**30).to(tl.int32)
+    ids = tl.load(p_ids + i_p, mask=i_p < rows * TOPK, other=E).to(tl.int32)
+    if E < 64:      # a bit each
+        i_e, bits = tl.arange(0, EP), tl.reduce(tl.full([P], 1, tl.int64) << ids.to(tl.int64), 0, _either)
+        first = ((bits >> i_e.to(tl.int64)) & 1).to(tl.int32) * (i_e < E)
+        return tl.max(tl.where((first > 0) & (tl.cumsum(first, 0) == slot + 1), i_e, -1), 0), tl.sum(first, 0)
     again = tl.max(((ids[:, None] == ids[None, :]) & (i_p[:, None] < i_p[None, :])).to(tl.int32), 0)
-    first = (again == 0) & (i_p < rows * TOPK) & (ids < E)
+    first = (again == 0) & (ids < E)
     rank = tl.sum((first[None, :] & (ids[None, :] < ids[:, None])).to(tl.int32), 1)
-    return tl.max(tl.where((rank == slot) & (i_p < rows * TOPK) & (ids < E), ids, -1), 0), tl.sum(first.to(tl.int32), 0)
+    return tl.max(tl.where((rank == slot) & (ids < E), ids, -1), 0), tl.sum(first.to(tl.int32), 0)
 
 
 @jit
@@ -119,12 +128,12 @@ def _share(p_ids, p_weights, e, i_m, valid, TOPK: tl.constexpr, KP: tl.constexpr
 
 
 @jit
-def active_list(p_ids, p_weights, p_active, p_dense, rows, E: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr, P: tl.constexpr,
-                ROWS: tl.constexpr):
+def active_list(p_ids, p_weights, p_active, p_dense, rows, E: tl.constexpr, EP: tl.constexpr, TOPK: tl.constexpr, KP: tl.constexpr,
+                P: tl.constexpr, ROWS: tl.constexpr):
     """active[slot] = e | the rows that take it as bits << 16, for the active experts e in ascending order, -1 past the last; active[-1]
     how many there are; dense [slot, ROWS] the expert's weight in each row."""
     slot, i_m = tl.program_id(0), tl.arange(0, ROWS)
-    e, count = _active(p_ids, slot, rows, E, TOPK, P)
+    e, count = _active(p_ids, slot, rows, E, EP, TOPK, P)
     taken, weight = _share(p_ids, p_weights, e, i_m, i_m < rows, TOPK, KP)
     tl.store(p_dense + slot * ROWS + i_m, weight)
     tl.store(p_active + slot, e | (tl.sum(taken << i_m, 0) << 16))
@@ -138,7 +147,7 @@ def up(p_x, p_ids, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, s
        SPLIT: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, DOT: tl.constexpr, UNIT: tl.constexpr):
     """h = weight * silu(gate x) * up x, BN / 2 columns of it for one expert. Few rows: h [slot, row, I] of BM of the rows that take it;
     sorted: h [pair, I]. LIST: it makes active_list's list itself, and for `down` to read."""
-    follow(PDL)
+    follow(PDL, False)
     TILES: tl.constexpr = (I + BN // 2 - 1) // (BN // 2)
     slot, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     i_m = tl.arange(0, BM)
@@ -153,7 +162,7 @@ def up(p_x, p_ids, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, s
     else:
         first, slot, i_all = slot // slots * BM, slot % slots, tl.arange(0, ROWS)
         if LIST:
-            e, count = _active(p_ids, slot, rows, E, TOPK, P)
+            e, count = _active(p_ids, slot, rows, E, EP, TOPK, P)
             taken, _ = _share(p_ids, p_weights, e, i_all, i_all < rows, TOPK, KP)
             word = e | (tl.sum(taken << i_all, 0) << 16)
             if (tile == 0) & (first == 0):
@@ -180,6 +189,8 @@ def up(p_x, p_ids, p_weights, p_w, p_s, p_h, p_active, p_start, p_order, rows, s
     acc = tl.zeros((SPLIT, BN, BM), tl.float32)
     for k in range(0, H, SPLIT * BK):
         acc = _multiply(acc, p_w, p_s, p_rows, k, valid, 2 * I, H, BN, BK, SPLIT, KIND, ASM, DOT)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     both = tl.permute(tl.reshape(tl.sum(acc, 0) * UNIT, (BN // 16, 2, 8, BM)), (0, 2, 3, 1))
     gate, up = tl.split(both)
     h = gate / (1 + tl.exp(-gate)) * up * weight[None, None, :]
@@ -193,13 +204,15 @@ def down(p_h, p_w, p_s, p_inner, p_shared, p_base, p_out, p_active, p_start, row
          E: tl.constexpr, EP: tl.constexpr, SORTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
          SPLIT: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr, DOT: tl.constexpr, UNIT: tl.constexpr):
     """BN columns of the output. Few rows: the sum over all active experts, ascending, of one of PARTS ranges of I; sorted: one expert's
-    part for its pairs. SHARED > 0: plus the shared expert's inner [rows, SHARED] by its matrix [H, SHARED]."""
-    follow(PDL)
+    part for its pairs. SHARED > 0: plus the shared expert's inner [rows, SHARED] by its matrix [H, SHARED], which is asked for early."""
     TILES: tl.constexpr = (H + BN - 1) // BN
     BLOCKS: tl.constexpr = (I + SPLIT * BK - 1) // (SPLIT * BK) // PARTS
     part = tl.program_id(0) // TILES
     i_m, i_n = tl.arange(0, BM), tl.program_id(0) % TILES * BN + tl.arange(0, BN)
-    clamped = tl.minimum(i_n, H - 1)
+    clamped, i_k = tl.minimum(i_n, H - 1), tl.arange(0, SPLIT)[:, None] * BK + tl.arange(0, BK)[None, :]
+    if SHARED:
+        w_shared = tl.load(p_shared + clamped.to(tl.int64)[None, :, None] * SHARED + i_k[:, None, :], mask=(i_k < SHARED)[:, None, :], other=0.0)
+    follow(PDL)
     if SORTED:
         word, first, end = _block(p_start, part, E, EP, BM)
         if word < 0:
@@ -209,6 +222,12 @@ def down(p_h, p_w, p_s, p_inner, p_shared, p_base, p_out, p_active, p_start, row
     else:
         word, steps, k = tl.load(p_active), tl.load(p_active + slots) * BLOCKS, part * BLOCKS
         i_out, i_h, valid = part * rows + i_m, i_m, i_m < rows
+    mask, at = (i_n < H)[:, None] & valid[None, :], i_out[None, :].to(tl.int64) * H + i_n[:, None]
+    if SHARED:
+        inner = tl.load(p_inner + i_m[None, None, :].to(tl.int64) * SHARED + i_k[:, :, None],
+                        mask=(i_k < SHARED)[:, :, None] & valid[None, None, :], other=0.0)
+    if BASE:
+        base = tl.load(p_base + at, mask=mask, other=0.0).to(tl.float32)
     acc = tl.zeros((SPLIT, BN, BM), tl.float32)
     for step in range(0, steps):
         p_we, p_se = _matrix(p_w, p_s, word & 0xFFFF, clamped, clamped // 128, H, I, (H + 127) // 128, BK, KIND)
@@ -219,13 +238,7 @@ def down(p_h, p_w, p_s, p_inner, p_shared, p_base, p_out, p_active, p_start, row
             word = tl.load(p_active + (step + 1) // BLOCKS)
     out = tl.sum(acc, 0) * UNIT
     if SHARED:
-        acc = tl.zeros((SPLIT, BN, BM), tl.float32)
-        p_we, p_rows = p_shared + clamped.to(tl.int64)[None, :, None] * SHARED, p_inner + i_m[None, None, :].to(tl.int64) * SHARED
-        for k in range(0, SHARED, SPLIT * BK):
-            acc = _multiply(acc, p_we, p_shared, p_rows, k, valid, H, SHARED, BN, BK, SPLIT, "plain", False, DOT)
-        out += tl.sum(acc, 0)
-    mask = (i_n < H)[:, None] & valid[None, :]
-    at = i_out[None, :].to(tl.int64) * H + i_n[:, None]
+        out += tl.sum(tl.dot(w_shared.to(DOT), inner.to(DOT), input_precision="ieee"), 0)
     if BASE:
-        out += tl.load(p_base + at, mask=mask, other=0.0).to(tl.float32)
+        out += base
     tl.store(p_out + at, out.to(p_out.dtype.element_ty), mask=mask)

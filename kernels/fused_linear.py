@@ -135,35 +135,51 @@ def _values(p_x, p_y, k, real, K: tl.constexpr, K1: tl.constexpr):
 
 
 @jit
-def _normed(x, k, r1, r2, p_norm, p_norm2, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr, T: tl.constexpr):
+def _gains(k, p_norm, p_norm2, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr):
+    """The norms' weights of the inputs k [SPLIT, BK], fp32."""
+    first, g = k < K1, tl.full(k.shape, 1.0, tl.float32)
+    if NORM % 2:
+        g = tl.where(first, tl.load(p_norm + k, mask=first, other=0.0).to(tl.float32), g)
+    if NORM // 2:
+        g = tl.where(first, g, tl.load(p_norm2 + (k - K1), mask=(k >= K1) & (k < K), other=0.0).to(tl.float32))
+    return g
+
+
+@jit
+def _normed(x, k, g, r1, r2, K1: tl.constexpr, NORM: tl.constexpr, T: tl.constexpr):
     """x times its row's factor, rounded to T, times the norm's weight, rounded again."""
     if NORM == 0:
         out = x
     else:
-        first, g, r = k < K1, tl.full(k.shape, 1.0, tl.float32), tl.full(x.shape, 1.0, tl.float32)
+        first, r = k < K1, tl.full(x.shape, 1.0, tl.float32)
         if NORM % 2:
-            g = tl.where(first, tl.load(p_norm + k, mask=first, other=0.0).to(tl.float32), g)
             r = tl.where(first[:, :, None], r1[None, None, :], r)
         if NORM // 2:
-            g = tl.where(first, g, tl.load(p_norm2 + (k - K1), mask=(k >= K1) & (k < K), other=0.0).to(tl.float32))
             r = tl.where(first[:, :, None], r, r2[None, None, :])
         out = (x * r).to(T).to(tl.float32) * g[:, :, None]
     return out
 
 
 @jit
-def product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, i_n, i_row, rows, s_x, s_y, eps, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr,
-            BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr, TAKE: tl.constexpr,
-            PDL: tl.constexpr):
-    """fp32 [BN, ROWS]: rows i_n [BN] of the weight by rows i_row of the input."""
+def early(p_w, i_n, p_norm, p_norm2, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr):
+    """What `product` reads that no kernel writes, to be asked for before `follow`: the weight's rows i_n [BN] and the norms' weights, where
+    K is not cut into steps."""
+    k = tl.arange(0, SPLIT)[:, None] * BK + tl.arange(0, BK)[None, :]
+    w, g = tl.zeros([1, 1, 1], tl.float32), tl.zeros([1, 1], tl.float32)
+    if K <= SPLIT * BK:
+        w = tl.load(p_w + i_n.to(tl.int64)[None, :, None] * K + k[:, None, :], mask=(k < K)[:, None, :], other=0.0)
+        g = _gains(k, p_norm, p_norm2, K, K1, NORM)
+    return w, g
+
+
+@jit
+def product(w, g, p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, i_n, i_row, rows, s_x, s_y, eps, K: tl.constexpr, K1: tl.constexpr,
+            NORM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, INDEX: tl.constexpr,
+            TAKE: tl.constexpr):
+    """fp32 [BN, ROWS]: rows i_n [BN] of the weight by rows i_row of the input. w, g: of `early`."""
     T: tl.constexpr = p_x.dtype.element_ty
     BN: tl.constexpr = i_n.shape[0]
-    k, real = tl.arange(0, SPLIT)[:, None] * BK + tl.arange(0, BK)[None, :], i_row < rows
-    p_w += i_n.to(tl.int64)[None, :, None] * K
-    if K <= SPLIT * BK:
-        w = tl.load(p_w + k[:, None, :], mask=(k < K)[:, None, :], other=0.0)
-    follow(PDL)
-    at = i_row.to(tl.int64)
+    k, real, at = tl.arange(0, SPLIT)[:, None] * BK + tl.arange(0, BK)[None, :], i_row < rows, i_row.to(tl.int64)
     if K1 < K:
         p_y += (tl.load(p_take + at, mask=real, other=0) if TAKE else at) * s_y
     p_x += (tl.load(p_index + at, mask=real, other=0) if INDEX else at) * s_x
@@ -174,7 +190,7 @@ def product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, i_n, i_row, rows, s
             r1 = tl.rsqrt(tl.sum(tl.sum(tl.where((k < K1)[:, :, None], x * x, 0.0), 1), 0) / K1 + eps)
         if NORM // 2:
             r2 = tl.rsqrt(tl.sum(tl.sum(tl.where((k >= K1)[:, :, None], x * x, 0.0), 1), 0) / (K - K1) + eps)
-        x = _normed(x, k, r1, r2, p_norm, p_norm2, K, K1, NORM, T).to(T).to(DOT)
+        x = _normed(x, k, g, r1, r2, K1, NORM, T).to(T).to(DOT)
         acc = tl.dot(w.to(DOT), x, input_precision="ieee")
     else:
         if NORM:
@@ -184,15 +200,15 @@ def product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, i_n, i_row, rows, s
                 s1 += tl.sum(tl.sum(tl.where((start + k < K1)[:, :, None], x * x, 0.0), 1), 0)
                 s2 += tl.sum(tl.sum(tl.where((start + k >= K1)[:, :, None], x * x, 0.0), 1), 0)
             r1, r2 = tl.rsqrt(s1 / K1 + eps), tl.rsqrt(s2 / max(K - K1, 1) + eps)
-        acc = tl.zeros([SPLIT, BN, ROWS], tl.float32)
+        acc, p_w = tl.zeros([SPLIT, BN, ROWS], tl.float32), p_w + i_n.to(tl.int64)[None, :, None] * K
         for start in range(0, K, SPLIT * BK):
             i_k = start + k
-            w = tl.load(p_w + i_k[:, None, :], mask=(i_k < K)[:, None, :], other=0.0)
+            step = tl.load(p_w + i_k[:, None, :], mask=(i_k < K)[:, None, :], other=0.0)
             if NORM == 0 and K1 == K:
                 x = tl.load(p_x[None, None, :] + i_k[:, :, None], mask=(i_k < K)[:, :, None] & real[None, None, :], other=0.0)
             else:
-                x = _normed(_values(p_x, p_y, i_k, real, K, K1), i_k, r1, r2, p_norm, p_norm2, K, K1, NORM, T).to(T)
-            acc = tl.dot(w.to(DOT), x.to(DOT), acc, input_precision="ieee")
+                x = _normed(_values(p_x, p_y, i_k, real, K, K1), i_k, _gains(i_k, p_norm, p_norm2, K, K1, NORM), r1, r2, K1, NORM, T).to(T)
+            acc = tl.dot(step.to(DOT), x.to(DOT), acc, input_precision="ieee")
     return tl.sum(acc, 0)
 
 
@@ -218,8 +234,11 @@ def _linear(p_x, p_y, p_norm, p_norm2, p_w, p_residual, p_index, p_take, p_out, 
             K1: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr,
             INDEX: tl.constexpr, RESIDUAL: tl.constexpr, TAKE: tl.constexpr, SWIGLU: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     tile, i_row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    acc = product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, column(tile, N, BN, SWIGLU), i_row, rows, s_x, s_y, eps, K, K1, NORM, BK, SPLIT,
-                  ROWS, DOT, INDEX, TAKE, PDL)
+    i_n = column(tile, N, BN, SWIGLU)
+    w, g = early(p_w, i_n, p_norm, p_norm2, K, K1, NORM, BK, SPLIT)
+    follow(PDL)
+    acc = product(w, g, p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, i_n, i_row, rows, s_x, s_y, eps, K, K1, NORM, BK, SPLIT, ROWS, DOT,
+                  INDEX, TAKE)
     if SWIGLU:
         swiglu_store(acc, p_out, tile, i_row, rows, N, BN, ROWS)
     else:

@@ -9,7 +9,7 @@ over the depth in order, whatever the number of rows.
 """
 import torch
 
-from minispec.kernels.jit import INTERPRET, jit, power_of_two, tl, use_triton
+from minispec.kernels.jit import INTERPRET, follow, jit, pdl, power_of_two, tl, use_triton
 from minispec.kernels.linear import linear
 from minispec.kernels.noise import keyed_noise, noised
 
@@ -26,7 +26,7 @@ def _launch(kernel, hidden, head, *tensors, **constants):
     if rows:
         kernel[-(-vocab // tile) * blocks,](
             hidden.reshape(rows, width).contiguous(), head.contiguous(), rows, vocab, width, blocks, *tensors, CAST=INTERPRET, ROWS=block,
-            VOCAB=tile, DEPTH=depth, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
+            VOCAB=tile, DEPTH=depth, **constants, **pdl(hidden), num_warps=warps, num_stages=stages, enable_fp_fusion=False)
 
 
 def _tile(head):
@@ -53,7 +53,7 @@ def head_topk(hidden, head, ids, topk, sampling, positions, strict=False, part=F
     entries = power_of_two(tiles * topk)
     if rows:
         _merge[rows,](key, logit, sums, ids, tokens, logp, finite, rows, tiles, TOPK=topk, PAD=power_of_two(topk),
-                      TILES=power_of_two(tiles), ENTRIES=entries, MAPPED=mapped, PART=part, num_warps=min(max(entries // 256, 1), 16))
+                      TILES=power_of_two(tiles), ENTRIES=entries, MAPPED=mapped, PART=part, **pdl(key), num_warps=min(max(entries // 256, 1), 16))
     return tokens, logp, finite
 
 
@@ -97,8 +97,10 @@ def head_logits(hidden, head):
 
 
 @jit
-def _product(p_x, p_head, rows, vocab, width, blocks, CAST: tl.constexpr, ROWS: tl.constexpr, VOCAB: tl.constexpr, DEPTH: tl.constexpr):
+def _product(p_x, p_head, rows, vocab, width, blocks, CAST: tl.constexpr, ROWS: tl.constexpr, VOCAB: tl.constexpr, DEPTH: tl.constexpr,
+             PDL: tl.constexpr):
     """(i_row [ROWS], i_v [VOCAB], logits fp32 [VOCAB, ROWS]) of this program; rows and ids past the end hold anything."""
+    follow(PDL)
     i_v = tl.program_id(0) // blocks * VOCAB + tl.arange(0, VOCAB)         # blocks of one tile run side by side: it is in L2
     i_row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     i_depth = tl.arange(0, DEPTH)
@@ -117,16 +119,16 @@ def _product(p_x, p_head, rows, vocab, width, blocks, CAST: tl.constexpr, ROWS: 
 
 @jit
 def _logits(p_x, p_head, rows, vocab, width, blocks, p_out, CAST: tl.constexpr, ROWS: tl.constexpr, VOCAB: tl.constexpr,
-            DEPTH: tl.constexpr):
-    i_row, i_v, logits = _product(p_x, p_head, rows, vocab, width, blocks, CAST, ROWS, VOCAB, DEPTH)
+            DEPTH: tl.constexpr, PDL: tl.constexpr):
+    i_row, i_v, logits = _product(p_x, p_head, rows, vocab, width, blocks, CAST, ROWS, VOCAB, DEPTH, PDL)
     tl.store(p_out + i_row.to(tl.int64)[None, :] * vocab + i_v[:, None], logits, mask=(i_v < vocab)[:, None] & (i_row < rows)[None, :])
 
 
 @jit
 def _tiles(p_x, p_head, rows, vocab, width, blocks, p_ids, p_positions, p_temperature, p_seed, p_key, p_logit, p_sums, batch_stride,
            row_stride, per, TOPK: tl.constexpr, SAMPLED: tl.constexpr, MAPPED: tl.constexpr, STRICT: tl.constexpr, CAST: tl.constexpr,
-           ROWS: tl.constexpr, VOCAB: tl.constexpr, DEPTH: tl.constexpr):
-    i_row, i_v, logits = _product(p_x, p_head, rows, vocab, width, blocks, CAST, ROWS, VOCAB, DEPTH)
+           ROWS: tl.constexpr, VOCAB: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr):
+    i_row, i_v, logits = _product(p_x, p_head, rows, vocab, width, blocks, CAST, ROWS, VOCAB, DEPTH, PDL)
     i_tile, tiles = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     inside, real = (i_v < vocab)[:, None], i_row < rows
     scores = logits
@@ -160,7 +162,8 @@ def _tiles(p_x, p_head, rows, vocab, width, blocks, p_ids, p_positions, p_temper
 
 @jit
 def _merge(p_key, p_logit, p_sums, p_ids, p_token, p_logp, p_finite, rows, tiles, TOPK: tl.constexpr, PAD: tl.constexpr,
-           TILES: tl.constexpr, ENTRIES: tl.constexpr, MAPPED: tl.constexpr, PART: tl.constexpr):
+           TILES: tl.constexpr, ENTRIES: tl.constexpr, MAPPED: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr):
+    follow(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     i_tile, i_entry, i_k = tl.arange(0, TILES), tl.arange(0, ENTRIES), tl.arange(0, PAD)
     key = tl.load(p_key + i_row * tiles * TOPK + i_entry, mask=i_entry < tiles * TOPK, other=LEAST)

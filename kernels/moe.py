@@ -97,13 +97,13 @@ def moe(x, w13, w2, ids, weights, base=None, shared=None, config=None):
         return out
     tiny = inter * hidden <= 2**18 and topk <= 8        # launches, not bytes, are what such experts cost
     small = tiny and rows <= FEW
-    if shared is not None and not (small and base is not None):
-        base, shared = fused_linear(*shared, residual=base), None
-        out = torch.empty_like(base)
     config = config or configure("float32" if x.dtype == torch.float32 else kind, hidden, inter, rows)
     (bn, bk, split, stages, registers), (bn2, bk2, split2, stages2, registers2), parts = config
     if kind == "int4":
         bk, bk2 = 4 * v13.shape[-1], 4 * v2.shape[-1]
+    if shared is not None and not (small and base is not None and shared[0].shape[1] <= split2 * bk2):
+        base, shared = fused_linear(*shared, residual=base), None
+        out = torch.empty_like(base)
     pairs, many, all_rows = rows * topk, rows > FEW, 8 if rows <= 8 else 16
     block, block2 = (32 if pairs > 16 * experts else 16,) * 2 if many else (8, all_rows)
     slots = min(pairs, pairs // block + min(experts, pairs)) if many else min(pairs, experts)
@@ -121,7 +121,8 @@ def moe(x, w13, w2, ids, weights, base=None, shared=None, config=None):
         _order[experts + 1,](ids, start, order, place, pairs, TOPK=topk, C=1024)
     elif not small:
         taken = x.new_empty(slots, all_rows, dtype=torch.float32)
-        active_list[slots,](ids, weights, active, taken, rows, E=experts, TOPK=topk, KP=power_of_two(topk), P=power_of_two(pairs), ROWS=all_rows)
+        active_list[slots,](ids, weights, active, taken, rows, E=experts, EP=power_of_two(experts), TOPK=topk, KP=power_of_two(topk),
+                            P=power_of_two(pairs), ROWS=all_rows)
     halves = 1 if many else all_rows // block
     up[slots * halves * -(-2 * inter // bn),](
         x, ids, weights if many or small else taken, v13, s13, h, active, start, order, rows, slots, ROWS=all_rows, BM=block, BN=bn, BK=bk,

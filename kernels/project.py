@@ -8,7 +8,7 @@ Angles are those of minispec/layers.py.
 """
 import torch
 
-from minispec.kernels.fused_linear import ROWS, SMALL, configure, dot_type, few, fused_linear, fused_linear_ref, inputs, product, rms_norm
+from minispec.kernels.fused_linear import ROWS, SMALL, configure, dot_type, early, few, fused_linear, fused_linear_ref, inputs, product, rms_norm
 from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 
 
@@ -100,11 +100,12 @@ def heads_front(x, weight, norm, eps, *, index, second, norm2, take, q_norm, k_n
     if not rows:
         return out
     x, second = x.flatten(0, -2), None if named["second"] is None else named["second"].flatten(0, -2)
-    c = configure(*weight.shape, x.element_size())
-    _heads_front[heads + 2 * kv_heads, -(-rows // ROWS)](
+    c, half = configure(*weight.shape, x.element_size()), max(8, power_of_two(depth // 2))
+    half = 8 if fused and q_norm is None else half          # a head's norm asks for all of it
+    _heads_front[(heads + 2 * kv_heads) * -(-depth // 2 // half), -(-rows // ROWS)](
         x, second, norm, named["norm2"], weight.contiguous(), named["index"], named["take"], q_norm, k_norm, angles.cos, angles.sin,
         angles.positions, slots, cache, out, rows, x.stride(0), 0 if second is None else second.stride(0), *cache.stride()[:2], eps, H=heads,
-        KV=kv_heads, D=depth, DH=max(8, power_of_two(depth // 2)), FUSED=fused, QK=q_norm is not None, PAIRS=angles.interleaved,
+        KV=kv_heads, D=depth, DH=half, FUSED=fused, QK=q_norm is not None, PAIRS=angles.interleaved,
         INDEX=named["index"] is not None, TAKE=named["take"] is not None,
         **inputs(c, weight.shape[1], x.shape[-1], norm, named["norm2"], dtype), num_warps=c.SPLIT, num_stages=c.stages, **pdl(x))
     return out
@@ -121,10 +122,10 @@ def heads_front_ref(x, weight, norm, eps, *, index, second, norm2, take, q_norm,
 
 
 @jit
-def _pair(DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """int32 [2 * HALF]: the channels that are rotated together, HALF firsts, then their partners; past DIM / 2 the last one again."""
+def _pair(part, DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """int32 [2 * HALF]: channels that are rotated together, HALF firsts, then their partners, of this part; past DIM / 2 the last one again."""
     i = tl.arange(0, 2 * HALF)
-    j = tl.minimum(i % HALF, DIM // 2 - 1)
+    j = tl.minimum(part * HALF + i % HALF, DIM // 2 - 1)
     return 2 * j + i // HALF if PAIRS else j + i // HALF * (DIM // 2)
 
 
@@ -135,11 +136,17 @@ def _halves(x, HALF: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
-def _turn(x, p_cos, p_sin, channel, position, rotates, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
-    """x [2 * HALF, ROWS] fp32 rotated; where not `rotates` as it is."""
-    at = position[None, :] * DIM + channel[:, None]
-    c1, c2 = _halves(tl.load(p_cos + at, mask=rotates, other=1.0), HALF, ROWS)
-    s1, s2 = _halves(tl.load(p_sin + at, mask=rotates, other=0.0), HALF, ROWS)
+def _angles(p_cos, p_sin, p_positions, i_row, real, channel, rotates, DIM: tl.constexpr):
+    """(cos, sin) fp32 [2 * HALF, ROWS], of 0 where not `rotates`."""
+    at = tl.load(p_positions + i_row, mask=real, other=0)[None, :] * DIM + channel[:, None]
+    return tl.load(p_cos + at, mask=rotates, other=1.0), tl.load(p_sin + at, mask=rotates, other=0.0)
+
+
+@jit
+def _turn(x, cos, sin, HALF: tl.constexpr, ROWS: tl.constexpr):
+    """x [2 * HALF, ROWS] fp32, rotated."""
+    c1, c2 = _halves(cos, HALF, ROWS)
+    s1, s2 = _halves(sin, HALF, ROWS)
     x1, x2 = _halves(x, HALF, ROWS)
     both = tl.join(x1 * c1 + x2 * s1, x2 * c2 + x1 * s2)
     return tl.reshape(tl.permute(both, (2, 0, 1)), (2 * HALF, ROWS))
@@ -156,7 +163,7 @@ def _latent_front(p_a, p_q, p_qnorm, p_qb, p_kvnorm, p_kvb, p_cos, p_sin, p_posi
     TILES: tl.constexpr = (RANK + BR - 1) // BR
     i_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real, at, i_2 = i_row < rows, i_row.to(tl.int64), tl.arange(0, 2 * RP)
-    channel = _pair(ROPE, RP, PAIRS)
+    channel = _pair(0, ROPE, RP, PAIRS)
     turns = (i_2 % RP < ROPE // 2)[:, None] & real[None, :]
     if tl.program_id(0) < H * TILES:
         head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
@@ -164,33 +171,37 @@ def _latent_front(p_a, p_q, p_qnorm, p_qb, p_kvnorm, p_kvb, p_cos, p_sin, p_posi
         uk = tl.load(p_kvb + (head * PER + i_n[None, :]).to(tl.int64) * RANK + i_c[:, None], mask=(i_n < NOPE)[None, :] & (i_c < RANK)[:, None],
                      other=0.0)
         start = head * (NOPE + ROPE)
+        i_q, i_r = start + tl.minimum(i_n, NOPE - 1), start + NOPE + channel
         if FUSED:
-            q = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, start + tl.minimum(i_n, NOPE - 1), i_row, rows, s_a, s_a, eps, K,
-                        K1, NORM, BK, SPLIT, ROWS, DOT, False, False, PDL)
-            r = product(p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, start + NOPE + channel, i_row, rows, s_a, s_a, eps, K, K1, NORM,
-                        BK, SPLIT, ROWS, DOT, False, False, 0).to(T).to(tl.float32)
+            w_q, gain = early(p_qb, i_q, p_qnorm, p_qnorm, K, K1, NORM, BK, SPLIT)
+            w_r, _ = early(p_qb, i_r, p_qnorm, p_qnorm, K, K1, 0, BK, SPLIT)
+        follow(PDL)
+        cos, sin = _angles(p_cos, p_sin, p_positions, at, real, channel, turns, ROPE)
+        if FUSED:
+            q = product(w_q, gain, p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, i_q, i_row, rows, s_a, s_a, eps, K, K1, NORM, BK, SPLIT,
+                        ROWS, DOT, False, False)
+            r = product(w_r, gain, p_a, p_a, p_qnorm, p_qnorm, p_qb, p_slots, p_slots, i_r, i_row, rows, s_a, s_a, eps, K, K1, NORM, BK, SPLIT,
+                        ROWS, DOT, False, False).to(T).to(tl.float32)
         else:
-            follow(PDL)
             q = tl.load(p_q + at[None, :] * s_q + start + i_n[:, None], mask=(i_n < NOPE)[:, None] & real[None, :], other=0.0)
             r = tl.load(p_q + at[None, :] * s_q + start + NOPE + channel[:, None], mask=turns, other=0.0).to(tl.float32)
         latent = tl.dot(uk.to(DOT), q.to(T).to(DOT), input_precision="ieee")
         p_query = p_out + (at * H + head)[None, :] * (RANK + ROPE)
         tl.store(p_query + i_c[:, None], latent.to(T), mask=(i_c < RANK)[:, None] & real[None, :])
-        position = tl.load(p_positions + at, mask=real, other=0)
-        r = _turn(r, p_cos, p_sin, channel, position, turns, ROPE, RP, ROWS)
+        r = _turn(r, cos, sin, RP, ROWS)
         tl.store(p_query + RANK + channel[:, None], r.to(T), mask=turns & (i_2 >= tile * 2 * RP)[:, None])       # the first tile's
     else:
-        follow(PDL)
         i_l = tl.arange(0, RANKP)
-        mask = (i_l < RANK)[:, None] & real[None, :]
-        p_row = p_a + (at[None, :] * s_a + FIRST)
-        x = tl.load(p_row + i_l[:, None], mask=mask, other=0.0).to(tl.float32)
-        x = (x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)[None, :]).to(T).to(tl.float32)
-        x *= tl.load(p_kvnorm + i_l, mask=i_l < RANK, other=0.0).to(tl.float32)[:, None]
+        mask, p_row = (i_l < RANK)[:, None] & real[None, :], p_a + (at[None, :] * s_a + FIRST)
+        kv_gain = tl.load(p_kvnorm + i_l, mask=i_l < RANK, other=0.0).to(tl.float32)
+        follow(PDL)
+        cos, sin = _angles(p_cos, p_sin, p_positions, at, real, channel, turns, ROPE)
         p_entry = p_cache + tl.load(p_slots + at, mask=real, other=0)[None, :] * s_slot
-        tl.store(p_entry + i_l[:, None], x.to(p_cache.dtype.element_ty), mask=mask)
         r = tl.load(p_row + RANK + channel[:, None], mask=turns, other=0.0).to(tl.float32)
-        r = _turn(r, p_cos, p_sin, channel, tl.load(p_positions + at, mask=real, other=0), turns, ROPE, RP, ROWS)
+        x = tl.load(p_row + i_l[:, None], mask=mask, other=0.0).to(tl.float32)
+        x = (x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)[None, :]).to(T).to(tl.float32) * kv_gain[:, None]
+        tl.store(p_entry + i_l[:, None], x.to(p_cache.dtype.element_ty), mask=mask)
+        r = _turn(r, cos, sin, RP, ROWS)
         tl.store(p_entry + RANK + channel[:, None], r.to(p_cache.dtype.element_ty), mask=turns)
 
 
@@ -236,26 +247,31 @@ def _heads_front(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, p_qnorm, p_kno
                  s_x, s_y, s_slot, s_kv, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DH: tl.constexpr, FUSED: tl.constexpr,
                  QK: tl.constexpr, PAIRS: tl.constexpr, INDEX: tl.constexpr, TAKE: tl.constexpr, K: tl.constexpr, K1: tl.constexpr,
                  NORM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr):
-    """One head of queries, keys or values a program."""
+    """One head of queries, keys or values, or 2 DH channels of it, a program."""
     T: tl.constexpr = p_out.dtype.element_ty
-    head, i_row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    real, at, channel = i_row < rows, i_row.to(tl.int64), _pair(D, DH, PAIRS)
-    mask = (tl.arange(0, 2 * DH) % DH < D // 2)[:, None] & real[None, :]
-    if FUSED:
-        x = product(p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, head * D + channel, i_row, rows, s_x, s_y, eps, K, K1, NORM, BK, SPLIT, ROWS,
-                    DOT, INDEX, TAKE, PDL).to(T).to(tl.float32)
-    else:
-        follow(PDL)
-        x = tl.load(p_x + at[None, :] * s_x + head * D + channel[:, None], mask=mask, other=0.0).to(tl.float32)
+    PARTS: tl.constexpr = (D // 2 + DH - 1) // DH
+    head, part, i_row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    real, at, channel = i_row < rows, i_row.to(tl.int64), _pair(part, D, DH, PAIRS)
+    mask, i_n = (part * DH + tl.arange(0, 2 * DH) % DH < D // 2)[:, None] & real[None, :], head * D + channel
     i_head = head + tl.zeros([2 * DH], tl.int32)
     query, value = (i_head < H)[:, None], (i_head >= H + KV)[:, None]
+    if FUSED:
+        w, gain = early(p_w, i_n, p_norm, p_norm2, K, K1, NORM, BK, SPLIT)
+    follow(PDL)
+    cos, sin = _angles(p_cos, p_sin, p_positions, at, real, channel, mask & ~value, D)
+    slot = tl.load(p_slots + at, mask=real, other=0)
+    if FUSED:
+        x = product(w, gain, p_x, p_y, p_norm, p_norm2, p_w, p_index, p_take, i_n, i_row, rows, s_x, s_y, eps, K, K1, NORM, BK, SPLIT, ROWS, DOT,
+                    INDEX, TAKE).to(T).to(tl.float32)
+    else:
+        x = tl.load(p_x + at[None, :] * s_x + head * D + channel[:, None], mask=mask, other=0.0).to(tl.float32)
     if QK:
         r = tl.rsqrt(tl.sum(tl.where(mask, x * x, 0.0), 0) / D + eps)
         g = tl.load(p_qnorm + channel, mask=i_head < H, other=0.0).to(tl.float32)
         g += tl.load(p_knorm + channel, mask=i_head >= H, other=0.0).to(tl.float32)
         normed = ((x * r[None, :]).to(T).to(tl.float32) * g[:, None]).to(T).to(tl.float32)
         x = tl.where(value, x, normed)
-    x = _turn(x, p_cos, p_sin, channel, tl.load(p_positions + at, mask=real, other=0), mask & ~value, D, DH, ROWS)
+    x = _turn(x, cos, sin, DH, ROWS)
     tl.store(p_out + (at * H + head)[None, :] * D + channel[:, None], x.to(T), mask=mask & query)
-    p_cache += tl.load(p_slots + at, mask=real, other=0)[None, :] * s_slot + (head - H) % KV * s_kv + (head - H) // KV * D
+    p_cache += slot[None, :] * s_slot + (head - H) % KV * s_kv + (head - H) // KV * D
     tl.store(p_cache + channel[:, None], x.to(p_cache.dtype.element_ty), mask=mask & ~query)

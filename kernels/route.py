@@ -1,7 +1,7 @@
 """The router: which experts each row takes, and with what weight."""
 import torch
 
-from minispec.kernels.fused_linear import FEW, ROWS, column, configure, fused_linear, inputs, product, rms_norm, swiglu_store
+from minispec.kernels.fused_linear import FEW, ROWS, column, configure, early, fused_linear, inputs, product, rms_norm, swiglu_store
 from minispec.kernels.jit import follow, jit, pdl, power_of_two, tl, use_triton
 from minispec.kernels.linear import linear
 
@@ -90,25 +90,32 @@ def _ffn_front(p_x, p_norm, p_gate_up, p_router, p_bias, p_live, p_h, p_inner, p
     """The first programs: tiles of the shared expert's gate and up. The others: a row each, its norm, its scores, its experts."""
     if tl.program_id(0) < TILES * BLOCKS:
         tile, i_row = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
-        acc = product(p_x, p_x, p_norm, p_norm, p_gate_up, p_ids, p_ids, column(tile, N, BN, True), i_row, rows, s_x, s_x, eps, K, K1, NORM, BK,
-                      SPLIT, ROWS, DOT, False, False, PDL)
+        i_n = column(tile, N, BN, True)
+        w, gains = early(p_gate_up, i_n, p_norm, p_norm, K, K1, NORM, BK, SPLIT)
+        follow(PDL)
+        acc = product(w, gains, p_x, p_x, p_norm, p_norm, p_gate_up, p_ids, p_ids, i_n, i_row, rows, s_x, s_x, eps, K, K1, NORM, BK, SPLIT, ROWS, DOT,
+                      False, False)
         swiglu_store(acc, p_inner, tile, i_row, rows, N, BN, ROWS)
     else:
         T: tl.constexpr = p_h.dtype.element_ty
-        follow(PDL)
         i_one, i_h, i_f = (tl.program_id(0) - TILES * BLOCKS).to(tl.int64), tl.arange(0, HP), tl.arange(0, GP * SP)
         i_e = i_f // SP * (E // GROUPS) + i_f % SP
-        live = (i_f % SP < E // GROUPS) & (i_f // SP < GROUPS)
+        live, i_b = (i_f % SP < E // GROUPS) & (i_f // SP < GROUPS), tl.arange(0, BH)
+        if K <= BH:         # all of it at once: asked for before the previous kernel ends
+            router = tl.load(p_router + i_e[:, None] * K + i_b[None, :], mask=live[:, None] & (i_b < K)[None, :], other=0.0)
+            gain = tl.load(p_norm + i_b, mask=i_b < K, other=0.0).to(tl.float32)
+        follow(PDL)
         x = tl.load(p_x + i_one * s_x + i_h, mask=i_h < K, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
         score = tl.zeros((GP * SP,), tl.float32)
         for h in tl.static_range(0, K, BH):
-            k = h + tl.arange(0, BH)
-            w = tl.load(p_router + i_e[:, None] * K + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
-            y = (tl.load(p_x + i_one * s_x + k, mask=k < K, other=0.0).to(tl.float32) * scale).to(T).to(tl.float32)
-            y = (y * tl.load(p_norm + k, mask=k < K, other=0.0).to(tl.float32)).to(T)
+            k = h + i_b
+            if K > BH:
+                router = tl.load(p_router + i_e[:, None] * K + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+                gain = tl.load(p_norm + k, mask=k < K, other=0.0).to(tl.float32)
+            y = ((tl.load(p_x + i_one * s_x + k, mask=k < K, other=0.0).to(tl.float32) * scale).to(T).to(tl.float32) * gain).to(T)
             tl.store(p_h + i_one * K + k, y, mask=k < K)
-            score += tl.sum(w * y.to(tl.float32)[None, :], 1)
+            score += tl.sum(router * y.to(tl.float32)[None, :], 1)
         _take(tl.reshape(score, (GP, SP)), p_bias, p_live, p_ids, p_weights, i_one, scaling, E, SIGMOID, BIAS, TOPK, KP, GROUPS, GP, SP,
               TAKEN_GROUPS, GROUP_TOP, NORMALISE)
 

@@ -94,7 +94,7 @@ def test_size_budget():
     """The engine, its weights and commands; and, beside it, the kernels, each with its reference."""
     kernels = [path for path in SOURCES if path.parent.name == "kernels"]
     assert sum(map(code_lines, set(SOURCES) - set(kernels))) < 5000
-    assert sum(map(code_lines, kernels)) < 2200
+    assert sum(map(code_lines, kernels)) < 2250
     assert not {path.name: count for path in [*SOURCES, *COMMAND] if (count := len(path.read_text("utf-8").splitlines())) > 280}
 
 
