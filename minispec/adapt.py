@@ -64,6 +64,9 @@ class Adaptive:
         if new:
             curve.newcomer()
         self.newest, (depth, nodes) = requests[-1], curve()
+        if nodes is None:       # no deeper than there is room for
+            most = min(depth, max(request.room for request in requests) - 1)
+            depth = min(arm for arm in (0, *curve.arms) if arm >= most) if curve.whole else most
         if not depth:
             return [0]
         usual, self.usual = self.usual, (captured, size) if nodes is None else None

@@ -106,6 +106,8 @@ class Runner:
         more = request.prompt_ids[stop] if stop < len(request.prompt_ids) else None
         path = self.speculator.prefill(self.assemble([request]), self.assemble.tensor([request.prompt_ids[start:stop]]), more)
         request.length, request.draft_length = stop, stop - (more is None)
+        if self.adaptive:
+            self.adaptive.look()        # of the request before, while this one's prompt is read
         return path.read() if path else ([], [])
 
     def due(self, requests=()):

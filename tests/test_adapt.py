@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ def test_whole_trees_are_those_that_pay(hits, best):
 def test_a_new_request_is_worth_a_probe(captured, depth):
     """At once, also where the one before it ended with a probe that nobody has looked at yet."""
     known = Adaptive(Shape(4, 2, "auto"), torch.device("cpu"))
-    one, two, three = object(), object(), object()
+    one, two, three = (SimpleNamespace(room=9) for _ in range(3))
     known.plan(captured, 1, [one])
     curve = known.curves[captured, 1]
     curve.trials, curve.rest, curve.interval, curve.cost, curve.base, curve.lost = [], 40, 128, {PLAIN: 1.0, 1: 1.5, 2: 1.6}, 1.0, LIMIT
@@ -292,6 +293,20 @@ def test_a_new_request_is_worth_a_probe(captured, depth):
     assert known.plan(captured, 1, [three])[0] == depth
     known.look()
     assert curve.rest == 0 < curve.interval
+
+
+@pytest.mark.parametrize("captured, depths", [(False, [0, 1, 2, 3, 4, 4]), (True, [0, 1, 2, 4, 4, 4])])
+def test_no_level_is_drafted_that_nobody_has_room_for(captured, depths):
+    """A level more than there is room for tokens after the root's own; captured rounds have 1, 2 or 4."""
+    adaptive = Adaptive(Shape(4, 2, "auto"), torch.device("cpu"))
+    requests = [SimpleNamespace(room=1), SimpleNamespace(room=9)]
+    adaptive.plan(captured, 2, requests)
+    curve = adaptive.curves[captured, 2]
+    curve.trials, curve.cost, curve.base, curve.seen = [], {PLAIN: 1.0, 1: 1.1, 4: 1.2}, 1.0, {PLAIN: 9, 1: 9, 4: 9}
+    found = []
+    for requests[1].room in range(1, 7):
+        found.append(adaptive.plan(captured, 2, requests)[0])
+    assert found == depths
 
 
 @pytest.fixture
