@@ -16,9 +16,9 @@ ROWS = 64           # of one forward at most, over all requests: rows of a captu
 @dataclass
 class Budget:
     """What Tree.best and Draft.grow ask. nodes: of a request at most; steps: levels at most; topk (for Growth): children tried a node; trust: of
-    kernels/prune.py, one for all batch sizes; price fp32 [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device. On
-    the CPU also: prices, the same; in tokens, level: what a level of the draft costs, row: a further row; factors: kernels.prune.factors of
-    `trust`; and what Growth tells."""
+    kernels/prune.py, one for all batch sizes; price fp32 [requests * nodes + 1]: what verifying n nodes costs, in tokens, on the device; cuts:
+    whether nodes that do not pay are left out. On the CPU also: prices, the same; in tokens, level: what a level of the draft costs, row: a
+    further row; factors: kernels.prune.factors of `trust`; and what Growth tells."""
     nodes: int
     steps: int
     topk: int
@@ -30,6 +30,7 @@ class Budget:
     prices: list | None = None
     took: float = 0.0           # seconds of the newest level but the first
     grown: int = 0              # levels of the newest tree
+    cuts: bool = True
 
 
 class Adaptive:
@@ -49,8 +50,8 @@ class Adaptive:
         return self.budgets[size]
 
     def plan(self, captured, size, requests):
-        """What rank 0 says of the next round, in terms of JSON: [levels, and where they change price and level], or [0] for a plain
-        round.
+        """What rank 0 says of the next round, in terms of JSON: [levels, and where they change price and level], [levels, True] for a captured
+        round that is not cut, or [0] for a plain one.
 
         captured: whether it is a CUDA graph; requests: who is in it, oldest first: a new one is worth a probe.
         """
@@ -69,6 +70,8 @@ class Adaptive:
             depth = min(arm for arm in (0, *curve.arms) if arm >= most) if curve.whole else most
         if not depth:
             return [0]
+        if captured and nodes is None and depth == self.shape.steps and curve.uncut:
+            return [depth, True]
         usual, self.usual = self.usual, (captured, size) if nodes is None else None
         if self.usual and usual == self.usual and curve.age % (4 * REFRESH if curve.whole else REFRESH):       # an upload, there
             return [depth]
@@ -98,7 +101,7 @@ class Adaptive:
             return None
         budget = self.budget(size)
         budget.steps, *more = plan
-        if more:
+        if len(more) > 1:
             budget.prices, budget.level = price, _ = more
             with torch.inference_mode():        # pinned and not waited for: else the host waits for the round before
                 budget.price.copy_(torch.tensor(price, pin_memory=budget.price.is_cuda), non_blocking=True)

@@ -18,8 +18,8 @@ def toward(known, found, share):
 class Curve:
     """Costs and gains of one batch size. Costs are relative to `base`, seconds, which follows the machine's changes in speed: a slow
     minute makes no row count look dear. cost: of verifying n nodes; first, level: of drafting one level, and another; hits: the share of
-    rounds with all levels before accepted in which this one is accepted too; wide: nodes that a level has verified; gain, spent: tokens a
-    request and cost of a drafted round.
+    rounds with all levels before accepted in which this one is accepted too; wide: nodes that a level has verified; kept: the share of nodes
+    that the last whole trees verified; gain, spent: tokens a request and cost of a drafted round.
 
     arms: levels that can be asked for, ascending. whole: a tree has all levels that it was asked for, and the host cannot look inside; else
     there is one arm, the draft ends where it does not promise enough, expands no more than pays, and says what it took.
@@ -34,7 +34,7 @@ class Curve:
         tried = [usual, *tried, (self.steps, 3), (1, 1)] if whole else sum(([usual] * 3 + [one] for one in tried), [])
         self.trials = [(depth, min(n, nodes) * requests) for depth, n in tried] * 2
         self.hits, self.tries = [0.6] * self.steps, [SHORT] * self.steps
-        self.gain, self.spent, self.drafted, self.age, self.arm = 1.0, 1.0, 0, 0, arms[-1]
+        self.gain, self.spent, self.drafted, self.age, self.arm, self.kept = 1.0, 1.0, 0, 0, arms[-1], 0.0
         # plain rounds to come, between two probes, and when it last came back; those that wait for what a probe found
         self.rest, self.interval, self.last, self.waits = 0, 0, 4, 0
         # what drafting has lost, in plain rounds, where what it wins counts only as far as it makes up for losses (Page's test); and won
@@ -75,6 +75,7 @@ class Curve:
         spent, won = cost + drafting / self.base, 0.0
         self.spent += (spent - self.spent) * share
         if counts:
+            self.kept += (nodes / (self.nodes * self.requests) - self.kept) / 8 * (depth == self.steps)
             gain = sum(counts) / len(counts)
             self.gain += (gain - self.gain) * share
             won = gain - spent / self.plain
@@ -91,6 +92,11 @@ class Curve:
         """Another request, perhaps another text: it is probed at once, and may lose a little. (Only one probe where none was met of late left
         text alone that begins badly.)"""
         self.rest, self.lost, self.interval = 0, min(self.lost, LIMIT - 0.8), min(self.interval, 16)
+
+    @property
+    def uncut(self):
+        """Whether next to nothing was cut off the last trees: then cutting is not worth its launches, but for one look in OTHER rounds."""
+        return self.kept > 0.97 and self.drafted % OTHER > 0
 
     @property
     def plain(self):

@@ -41,6 +41,7 @@ class Places:
 
     def __init__(self, runner, size, sampled):
         self.last, self.idle, self.turn, self.sampled = runner.max_length - 1, (1, 0, 1, runner.max_batch, 0), 0, sampled
+        self.events = [(Event(), Event()) for _ in range(SLOTS)]        # making two takes the host as long as launching a round
         pages, device = runner.pages.needed(runner.max_length + runner.shape.scratch), runner.device
         self.table, self.state = (torch.zeros(*shape, dtype=torch.int64, device=device) for shape in ((size, pages), (6, size)))
         params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
@@ -79,16 +80,17 @@ class Flight(NamedTuple):
 
 class Round:
     """One captured round. steps: levels drafted, none in a plain round of an adaptive shape, which leaves states for the draft to read later;
-    READ: the draft reads what waits, nothing else."""
+    READ: the draft reads what waits, nothing else. uncut: an adaptive round all of whose nodes are verified, without the two launches that say
+    which of them pay and learn from it."""
 
     @torch.inference_mode()
-    def __init__(self, runner, places, pool, steps):
+    def __init__(self, runner, places, pool, steps, uncut):
         self.places, speculator, adaptive, self.ring = places, runner.speculator, runner.adaptive, None
         kept = [places.state.clone(), places.table.clone(), places.members]
         places.clear()          # the rounds that come before the capture shall be nobody's
         unread = runner.shape.unread if steps == READ else runner.shape.nodes + 1
         batch = Batch(places.table, runner.pages.page_size, *places.state[:4], runner.max_length, unread, places.sampling, runner.exact)
-        budget = replace(adaptive.budget(len(places.table)), steps=steps) if steps > 0 and adaptive else None
+        budget = replace(adaptive.budget(len(places.table)), steps=steps, cuts=not uncut) if steps > 0 and adaptive else None
         run = partial(speculator.catch_up, batch) if steps == READ else partial(self._round, speculator, batch, budget)
         self.replay = record(run, runner.device, pool)
         places.state.copy_(kept[0])         # another of their rounds may be under way
@@ -108,13 +110,14 @@ class Round:
 
         follows: behind a round of the same requests, which leaves in the places what this one reads.
         """
-        began, ended = Event(), Event()
+        slot = self.places.turn % SLOTS
+        began, ended = self.places.events[slot]
         if not follows:
             self.places.seat(requests)
         began.record()
         self.replay()
         ended.record()
-        slot, self.places.turn = self.places.turn % SLOTS, self.places.turn + (self.ring is not None)
+        self.places.turn += self.ring is not None
 
         def read():
             ended.synchronize()
@@ -143,10 +146,11 @@ class Graphs:
     def warm(self, progress):
         """Capture every greedy size now, so that no request pays for it. progress(done, total, what)."""
         sizes = {self.size(count) for count in range(1, self.runner.max_batch + 1)}
-        arms = [0, READ, *self.runner.adaptive.arms] if self.runner.adaptive else [self.runner.shape.steps]
-        rounds = [(size, arm) for size in sorted(sizes) for arm in arms]
-        for done, (size, arm) in enumerate(rounds, 1):
-            self.round(size, False, arm)
+        arms = [(arm, False) for arm in ([0, READ, *self.runner.adaptive.arms] if self.runner.adaptive else [self.runner.shape.steps])]
+        arms += [(self.runner.shape.steps, True)] if self.runner.adaptive else []
+        rounds = [(size, *arm) for size in sorted(sizes) for arm in arms]
+        for done, (size, *arm) in enumerate(rounds, 1):
+            self.round(size, False, *arm)
             if progress:
                 progress(done, len(rounds), "rounds captured")
 
@@ -154,13 +158,13 @@ class Graphs:
         return min(1 << (count - 1).bit_length(), self.runner.max_batch)
 
     def round(self, *kind):
-        """kind: size, sampled, steps."""
+        """kind: size, sampled, steps, uncut."""
         if kind[:2] not in self.places:
             self.places[kind[:2]] = Places(self.runner, *kind[:2])
         if kind not in self.rounds:
-            self.rounds[kind] = Round(self.runner, self.places[kind[:2]], self.pool, kind[2])
+            self.rounds[kind] = Round(self.runner, self.places[kind[:2]], self.pool, *kind[2:])
         return self.rounds[kind]
 
-    def of(self, requests, steps):
+    def of(self, requests, steps, uncut=False):
         """The round for these requests."""
-        return self.round(self.size(len(requests)), any(request.params.temperature > 0 for request in requests), steps)
+        return self.round(self.size(len(requests)), any(request.params.temperature > 0 for request in requests), steps, uncut)

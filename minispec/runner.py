@@ -134,7 +134,8 @@ class Runner:
         one = partial(self.adaptive.plan, *kind, requests) if self.adaptive else lambda: [self.shape.steps]
         plans = [] if self.flights else [one()]
         first, requested = (self.flights[0].plan, self.flights[0].requests) if self.flights else (plans[0], requests)
-        lasts = requested == requests and max(request.room for request in requests) > first[0] + 1
+        left = max(request.room for request in requests) - first[0] - 1      # at least: the last few tokens want a tree of their own
+        lasts = requested == requests and left > (self.adaptive is not None and first[0] > 0)
         if ahead and captured and lasts and self.graphs.ahead and not (self.adaptive and self.adaptive.trying(*kind)):
             plans.append(one())
         return plans
@@ -182,7 +183,7 @@ class Runner:
             self.adaptive.follow(size, plan)
         if caught:
             self.graphs.of(requests, READ).start(requests, follows)
-        read = self.graphs.of(requests, steps).start(requests, follows or caught)
+        read = self.graphs.of(requests, steps, len(plan) == 2).start(requests, follows or caught)
         self.flights.append(Flight(requests, plan, caught, read))
 
     def _waits(self, requests):

@@ -86,7 +86,7 @@ class Speculator:
         self.target_cache.commit(batch, path)
         if self.draft:
             self.hidden.put(batch, parts, path, not drafts)
-        if budget:
+        if budget and budget.cuts:
             learn(tree.laid, path.rows, path.count, budget.trust)
         return path
 

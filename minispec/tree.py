@@ -37,9 +37,10 @@ class Tree:
             return cls(laid, laid.depth.tolist() == [list(range(laid.depth.shape[1]))] * len(laid.depth), len(laid.depth) > 1)
         nodes = min(budget.nodes if budget else shape.nodes, pool.tokens.shape[1]) if pool else 0
         laid = plant(pool, nodes, shape.topk, batch.pending, batch.length, batch.room, batch.table, batch.page_size)
-        if nodes and budget:
+        cuts = bool(nodes and budget and budget.cuts)
+        if cuts:
             laid = prune(laid, batch.length, budget.trust, budget.price)
-        return cls(laid, shape.topk == 1 or not nodes, bool(nodes and budget))
+        return cls(laid, shape.topk == 1 or not nodes, cuts)
 
     def agreed(self, ranks):
         """Rank 0's tree, so that all verify the same one."""

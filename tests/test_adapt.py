@@ -406,7 +406,7 @@ def test_the_draft_comes_back_as_if_it_had_never_left(rest, captured, checkpoint
         assert fresh.ids == out.ids[rest:] and fresh.accepted == out.accepted[rest:]
 
 
-@pytest.mark.parametrize("row, level", [(0.05, 0.02), (0.6, 0.6)], ids=["cheap", "dear"])
+@pytest.mark.parametrize("row, level", [(0.0, 0.0), (0.05, 0.02), (0.6, 0.6)], ids=["free", "cheap", "dear"])
 def test_replayed_rounds(row, level, checkpoints, costs, replayed):
     """As tests/test_graphs.py: rows stay in place and are masked, prices change between replays; plain rounds are replayed too."""
     target = checkpoints.target()
@@ -415,7 +415,8 @@ def test_replayed_rounds(row, level, checkpoints, costs, replayed):
     params = [SamplingParams(max_tokens=40 + 7 * i, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
     with Engine(target, "none") as off, Engine(target, checkpoints.fitted(target, **DIALECTS["torchspec"]), max_batch=3, **AUTO) as engine:
         replayed(engine).warm(None)
-        every = []
+        every, plans, adaptive = [], [], engine.runner.adaptive
+        adaptive.plan = lambda *args, plan=adaptive.plan: plans.append(plan(*args)) or plans[-1]
         for some in (slice(0, 5), slice(2, 3)):
             outputs = engine.generate(prompts[some], params[some])
             for one, two, param in zip(off.generate(prompts[some], params[some]), outputs, params[some]):
@@ -426,6 +427,7 @@ def test_replayed_rounds(row, level, checkpoints, costs, replayed):
         assert {size for _, size in curves} >= {1, 2, 3} and all(captured for captured, _ in curves)
         seen = [sum(curve.seen.get(n, 0) for curve in curves.values()) for n in (PLAIN, *range(16))]
         assert seen[0] > (60 if row > 0.1 else 3) and sum(seen[1:]) > 20
+        assert ([4, True] in plans) == (not row) and any(plan[0] and plan != [4, True] for plan in plans)
 
 
 @pytest.mark.parametrize("options", [dict(nodes="many"), dict(nodes="auto", draft="none"), dict(nodes=[4])])
