@@ -1,6 +1,7 @@
 """A round as one CUDA graph, captured once per batch size and depth, replayed with no word from the host until what was accepted is read."""
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Callable, NamedTuple
 
 import torch
@@ -43,7 +44,8 @@ class Places:
         self.last, self.idle, self.turn, self.sampled = runner.max_length - 1, (1, 0, 1, runner.max_batch, 0), 0, sampled
         self.events = [(Event(), Event()) for _ in range(SLOTS)]        # making two takes the host as long as launching a round
         pages, device = runner.pages.needed(runner.max_length + runner.shape.scratch), runner.device
-        self.table, self.state = (torch.zeros(*shape, dtype=torch.int64, device=device) for shape in ((size, pages), (6, size)))
+        self.seats = torch.zeros(6 + pages, size, dtype=torch.int64, device=device)        # in one piece: an upload takes the host 30 us
+        self.state, self.table = self.seats[:6], self.seats[6:].view(size, pages)
         params = [SamplingParams(temperature=1.0 if sampled else 0.0)] * size
         self.sampling = Sampling.build(params, [[0]] * size, [[]] * size, runner.target_config.vocab_size, device)
         self.clear()
@@ -53,13 +55,14 @@ class Places:
         self.seat([])
 
     def seat(self, requests):
-        """Nothing is uploaded where the last round was theirs too; else two tensors, four where they are sampled."""
+        """Nothing is uploaded where the last round was theirs too; else one tensor, three where they are sampled."""
         members = [(request, request.length) for request in requests]
         if self.members != members:
             (size, width), missing = self.table.shape, len(self.table) - len(requests)
+            pages = sum((r.pages + [0] * (width - len(r.pages)) for r in requests), []) + [0] * width * missing
             rows = [(r.length, r.ids[-1], self.last - r.length, r.slot, 1) for r in requests] + [self.idle] * missing
-            self.upload(self.state, [*zip(*rows), [self.turn] * size])      # the turn too: a capture that was interrupted has moved it on
-            self.upload(self.table, [r.pages + [0] * (width - len(r.pages)) for r in requests] + [[0] * width] * missing)
+            # the turn too: a capture that was interrupted has moved it on
+            self.upload(self.seats.view(-1), [*chain(*zip(*rows)), *[self.turn] * size, *pages])
             if self.sampled and requests:
                 self.upload(self.sampling.temperature, [r.params.temperature for r in requests] + [1.0] * missing)
                 self.upload(self.sampling.seed, [r.params.seed for r in requests] + [0] * missing)
@@ -86,16 +89,15 @@ class Round:
     @torch.inference_mode()
     def __init__(self, runner, places, pool, steps, uncut):
         self.places, speculator, adaptive, self.ring = places, runner.speculator, runner.adaptive, None
-        kept = [places.state.clone(), places.table.clone(), places.members]
+        kept = places.seats.clone(), places.members
         places.clear()          # the rounds that come before the capture shall be nobody's
         unread = runner.shape.unread if steps == READ else runner.shape.nodes + 1
         batch = Batch(places.table, runner.pages.page_size, *places.state[:4], runner.max_length, unread, places.sampling, runner.exact)
         budget = replace(adaptive.budget(len(places.table)), steps=steps, cuts=not uncut) if steps > 0 and adaptive else None
         run = partial(speculator.catch_up, batch) if steps == READ else partial(self._round, speculator, batch, budget)
         self.replay = record(run, runner.device, pool)
-        places.state.copy_(kept[0])         # another of their rounds may be under way
-        places.table.copy_(kept[1])
-        places.members = kept[2]
+        places.seats.copy_(kept[0])         # another of their rounds may be under way
+        places.members = kept[1]
 
     def _round(self, speculator, batch, budget):
         path = speculator.round(batch, budget)

@@ -182,13 +182,13 @@ def test_who_shares_a_closed_engines_models_goes_on(steps, pair):
 
 
 def test_nothing_is_uploaded_while_the_requests_stay(pair, monkeypatch):
-    """Two tensors a change of company, of table and state."""
+    """One tensor a change of company, of table and state."""
     _, replayed = pair("chain", max_batch=2)
     made, upload = [], graphs.Places.upload
     monkeypatch.setattr(graphs.Places, "upload", staticmethod(lambda place, values: made.append(place) or upload(place, values)))
     out = replayed.generate([[7, 301], [5, 6, 7]], GREEDY)
     rounds = max(len(one.accepted) for one in out)
-    assert rounds > 4 and 4 <= len(made) <= 2 * 3, "when the first comes, when the second joins, when one ends"
+    assert rounds > 4 and 2 <= len(made) <= 3, "when the first comes, when the second joins, when one ends"
 
 
 def test_logits_that_are_not_finite(pair):
