@@ -268,7 +268,7 @@ class Engine:
         done = self.runner.due(what[0]) if kind == "round" else what[:1]
         if plans is None:
             plans = self.runner.plan(done, len(done) == len(what[0])) if kind == "round" else []
-        with self._announce("step", plans):
+        with self._announce("step", plans := list(plans) if self.team else plans):
             emitted, logprobs = self.runner.round(done, plans) if kind == "round" else self.runner.prefill(*what)
         for request, (count, *tokens), logs in zip(done, emitted, logprobs):
             # an error waits in the inbox too: the stream that ran this step may be another's, and its own requests go on
