@@ -91,7 +91,7 @@ class Curve:
     def newcomer(self):
         """Another request, perhaps another text: it is probed at once, and may lose a little. (Only one probe where none was met of late left
         text alone that begins badly.)"""
-        self.rest, self.lost, self.interval = 0, min(self.lost, LIMIT - 0.8), min(self.interval, 16)
+        self.rest, self.lost, self.interval = 0, min(self.lost, LIMIT - 0.7), min(self.interval, 16)
 
     @property
     def uncut(self):
