@@ -4,6 +4,7 @@ from itertools import accumulate
 PLAIN = -1          # where others say how many nodes a round verified
 LONG, SHORT = 64, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
 LIMIT = 6           # plain rounds that drafting may lose before it rests
+PATIENCE = 8        # requests
 PROBE = 128         # plain rounds between two probes at most, from 8 on
 REFRESH = 4         # rounds between two looks at the prices
 OTHER = 64          # rounds between two that draft further than seems to pay
@@ -37,6 +38,7 @@ class Curve:
         self.gain, self.spent, self.drafted, self.age, self.arm, self.kept = 1.0, 1.0, 0, 0, arms[-1], 0.0
         # plain rounds to come, between two probes, and when it last came back; those that wait for what a probe found
         self.rest, self.interval, self.last, self.waits = 0, 0, 4, 0
+        self.strangers = 0          # requests that have come since a probe won
         # what drafting has lost, in plain rounds, where what it wins counts only as far as it makes up for losses (Page's test); and won
         self.lost, self.won = LIMIT - 2.0, 0.0         # a draft that nobody knows may lose less
 
@@ -89,9 +91,11 @@ class Curve:
             self._decide(won)
 
     def newcomer(self):
-        """Another request, perhaps another text: it is probed at once, and may lose a little. (Only one probe where none was met of late left
-        text alone that begins badly.)"""
-        self.rest, self.lost, self.interval = 0, min(self.lost, LIMIT - 0.7), min(self.interval, 16)
+        """Another request, perhaps another text: it is probed at once, two or three times, as many a text begins badly; where PATIENCE of them
+        have found nothing, once."""
+        self.strangers = self.strangers + 1 if self.interval else 0
+        self.rest, self.interval = 0, min(self.interval, 16)
+        self.lost = min(self.lost, LIMIT - (0.7 if self.strangers < PATIENCE else 0.2))
 
     @property
     def uncut(self):
@@ -125,7 +129,7 @@ class Curve:
             self.drafted = self.drafted if arm == self.arm else min(self.drafted, SHORT)
         self.arm = arm
         if won > 0 and self.interval:
-            self.last, self.interval, self.rest, self.drafted = self.interval, 0, 0, SHORT
+            self.last, self.interval, self.rest, self.drafted, self.strangers = self.interval, 0, 0, SHORT, 0
         elif self.lost >= LIMIT and not self.rest:     # what came back for nothing is probed half as often as before
             self.interval = self.rest = min(2 * (self.interval or (4 if self.won > 0 else self.last)), PROBE)
             self.won = 0.0
