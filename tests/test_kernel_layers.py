@@ -143,9 +143,9 @@ def single(angles):
 
 
 @pytest.mark.parametrize("rows, heads, kv_heads, depth, hidden, qk, dtype", [
-    (1, 6, 2, 64, 48, False, torch.float32), (7, 3, 1, 20, 24, True, torch.float32), (18, 2, 2, 8, 20, False, torch.float32),
+    (1, 6, 2, 64, 48, False, torch.float32), (7, 3, 1, 20, 24, True, torch.float32), (7, 3, 1, 20, 24, False, torch.float32), (18, 2, 2, 8, 20, False, torch.float32),
     (0, 2, 1, 8, 16, False, torch.float32), (5, 4, 2, 16, 40, True, torch.bfloat16)])
-@pytest.mark.parametrize("style, fused_up_to", [("half", 2**22), ("interleaved", 0)])
+@pytest.mark.parametrize("style, fused_up_to", [("half", 2**22), ("interleaved", 2**22), ("interleaved", 0)])
 def test_heads_front(rows, heads, kv_heads, depth, hidden, qk, dtype, style, fused_up_to, monkeypatch):
     monkeypatch.setattr(project, "SMALL", fused_up_to)
     g, eps = torch.Generator().manual_seed(rows), 1e-3

@@ -87,6 +87,29 @@ def test_moe_in_bf16_with_a_base(kind, rows):
     assert_close("reference", loop(*inputs) + base.double(), moe_ref(*inputs, base), 1e-2)
 
 
+@pytest.mark.parametrize("kind, rows, width", [("plain", 1, 33), ("plain", 7, 128), ("plain", 16, 129), ("int4", 5, 96), ("int4", 9, 520),
+                                               ("fp8", 3, 200), ("plain", 17, 40), ("plain", 0, 8)])
+def test_with_a_shared_expert(kind, rows, width):
+    """In the same launch where its matrix is read in one step, else, or for many rows, before."""
+    inputs, g = case(kind, rows, 128, 64, 6, 2), torch.Generator().manual_seed(1)
+    base, inner, down = (torch.randn(*shape, generator=g).to(DEVICE) for shape in ((rows, 128), (rows, width), (128, width)))
+    expected = loop(*inputs) + base.double() + inner.double() @ down.double().T
+    for run in (moe, moe_ref):
+        assert_close(kind, expected, run(*inputs, base, (inner, down)), 3e-6)
+
+
+@pytest.mark.parametrize("experts", [2, 63, 64, 65])
+def test_experts_that_are_not_here(experts):
+    """Each as number `experts`, in any place, of a row even all."""
+    x, w13, w2, ids, weights = case("plain", 9, 24, 16, experts, 1)
+    ids = torch.stack([ids[:, 0], torch.full_like(ids[:, 0], experts), (ids[:, 0] + 1) % experts], 1)
+    ids[3], ids[4, 0] = experts, experts
+    weights = torch.rand(9, 3, device=DEVICE)
+    away = torch.cat([w13, w13.new_zeros(1, *w13.shape[1:])]), torch.cat([w2, w2.new_zeros(1, *w2.shape[1:])])
+    for run in (moe, moe_ref):
+        assert_close("moe", loop(x, *away, ids, weights), run(x, w13, w2, ids, weights), 3e-6)
+
+
 @pytest.mark.parametrize("rows, dtype", [(7, torch.float32)] + [(16, torch.bfloat16)] * (DEVICE == "cuda"))
 def test_a_row_does_not_depend_on_the_others(rows, dtype):
     x, w13, w2, ids, weights = case("int4", rows, 96, 64, 7, 3, dtype)
