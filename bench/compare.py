@@ -205,7 +205,7 @@ def speeds(settings, kinds, described):
     for name, value in VALUES.items():
         found = by_kind(table(settings[0], value), kinds)
         if not found:
-            raise MinispecError("bench: every prompt ended at its first token; nothing to compare, give other prompts")
+            raise MinispecError("bench: every prompt ended at its first token; nothing to compare; give other prompts, or --max-tokens of at least 2")
         result[name] = spread(mix(found))
         for kind, values in found.items():
             described[kind][name] = spread(values)

@@ -99,17 +99,12 @@ def _block(p_start, i_block, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr
 
 
 @jit
-def _either(a, b):
-    return a | b
-
-
-@jit
 def _active(p_ids, slot, rows, E: tl.constexpr, EP: tl.constexpr, TOPK: tl.constexpr, P: tl.constexpr):
     """The slot-th of the active experts in ascending order, -1 past the last, and how many there are."""
     i_p = tl.arange(0, P)
     ids = tl.load(p_ids + i_p, mask=i_p < rows * TOPK, other=E).to(tl.int32)
     if E < 64:      # a bit each
-        i_e, bits = tl.arange(0, EP), tl.reduce(tl.full([P], 1, tl.int64) << ids.to(tl.int64), 0, _either)
+        i_e, bits = tl.arange(0, EP), tl.reduce_or(tl.full([P], 1, tl.int64) << ids.to(tl.int64), 0)
         first = ((bits >> i_e.to(tl.int64)) & 1).to(tl.int32) * (i_e < E)
         return tl.max(tl.where((first > 0) & (tl.cumsum(first, 0) == slot + 1), i_e, -1), 0), tl.sum(first, 0)
     again = tl.max(((ids[:, None] == ids[None, :]) & (i_p[:, None] < i_p[None, :])).to(tl.int32), 0)

@@ -162,8 +162,8 @@ def _normed(x, k, g, r1, r2, K1: tl.constexpr, NORM: tl.constexpr, T: tl.constex
 
 @jit
 def early(p_w, i_n, p_norm, p_norm2, K: tl.constexpr, K1: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr):
-    """What `product` reads that no kernel writes, to be asked for before `follow`: the weight's rows i_n [BN] and the norms' weights, where
-    K is not cut into steps."""
+    """What `product` reads that no kernel writes, to be asked for before `follow`: the weight's rows i_n [BN], [SPLIT, BN, BK], and the norms'
+    weights, fp32 [SPLIT, BK]. Where K is cut into steps nothing that it uses."""
     k = tl.arange(0, SPLIT)[:, None] * BK + tl.arange(0, BK)[None, :]
     w, g = tl.zeros([1, 1, 1], tl.float32), tl.zeros([1, 1], tl.float32)
     if K <= SPLIT * BK:

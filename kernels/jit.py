@@ -37,8 +37,8 @@ def pdl(x):
 
 @jit
 def follow(PDL: tl.constexpr, RELEASE: tl.constexpr = True):
-    """Wait for the kernel before, then let the one after be launched, unless RELEASE says that it comes later: on Hopper a launch overlaps the
-    kernel before it (pdl). Programs that come while very many run meet on few multiprocessors: of `down` 12 took 22 us instead of 9."""
+    """Wait for the kernel before, then let the one after be launched: on Hopper a launch overlaps the kernel before it (pdl). RELEASE False: the
+    caller does so later, as programs that come while very many run meet on few multiprocessors: 12 of `down` took 22 us instead of 9."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         if RELEASE:

@@ -137,7 +137,7 @@ def _halves(x, HALF: tl.constexpr, ROWS: tl.constexpr):
 
 @jit
 def _angles(p_cos, p_sin, p_positions, i_row, real, channel, rotates, DIM: tl.constexpr):
-    """(cos, sin) fp32 [2 * HALF, ROWS], of 0 where not `rotates`."""
+    """(cos, sin) fp32 [2 * HALF, ROWS], 1 and 0 where not `rotates`."""
     at = tl.load(p_positions + i_row, mask=real, other=0)[None, :] * DIM + channel[:, None]
     return tl.load(p_cos + at, mask=rotates, other=1.0), tl.load(p_sin + at, mask=rotates, other=0.0)
 

@@ -40,7 +40,8 @@ class Adaptive:
         self.shape, self.device = shape, device
         self.arms = sorted({1, (shape.steps + 1) // 2, shape.steps})        # each is captured: more gave nothing that could be measured
         self.trust = torch.zeros(2, shape.steps, BINS, device=device)
-        self.curves, self.budgets, self.newest, self.usual, self.unseen = {}, {}, None, None, None
+        self.curves, self.budgets, self.newest, self.unseen = {}, {}, None, None
+        self.usual = self.sent = None       # the kind of round by whose prices trees are cut; that prices were planned for, not yet uploaded
 
     def budget(self, size):
         """size: places of a batch."""
@@ -71,9 +72,11 @@ class Adaptive:
         if not depth:
             return [0]
         if captured and nodes is None and depth == self.shape.steps and curve.uncut:
+            self.usual = None       # what is cut next is cut by the prices of then
             return [depth, True]
-        usual, self.usual = self.usual, (captured, size) if nodes is None else None
-        if self.usual and usual == self.usual and curve.age % (4 * REFRESH if curve.whole else REFRESH):       # an upload, there
+        usual, self.usual, self.sent = self.usual, None, (captured, size) if nodes is None else None
+        if self.sent and usual == self.sent and curve.age % (4 * REFRESH if curve.whole else REFRESH):         # an upload, there
+            self.usual = usual
             return [depth]
         price, level = curve.prices(len(requests)) if nodes is None else ([0.0] * (nodes + 1) + [NEVER] * (size * curve.nodes - nodes), 0.0)
         if nodes is None and curve.whole:
@@ -103,6 +106,7 @@ class Adaptive:
         budget.steps, *more = plan
         if len(more) > 1:
             budget.prices, budget.level = price, _ = more
+            self.usual = self.sent
             with torch.inference_mode():        # pinned and not waited for: else the host waits for the round before
                 budget.price.copy_(torch.tensor(price, pin_memory=budget.price.is_cuda), non_blocking=True)
             if self.device.type == "cpu":

@@ -4,7 +4,8 @@ from itertools import accumulate
 PLAIN = -1          # where others say how many nodes a round verified
 LONG, SHORT = 64, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
 LIMIT = 6           # plain rounds that drafting may lose before it rests
-PATIENCE = 8        # requests
+PATIENCE = 8        # requests in a row that are met with credit
+WHOLE = 0.97        # the share of nodes from which on a tree is not cut
 PROBE = 128         # plain rounds between two probes at most, from 8 on
 REFRESH = 4         # rounds between two looks at the prices
 OTHER = 64          # rounds between two that draft further than seems to pay
@@ -38,7 +39,7 @@ class Curve:
         self.gain, self.spent, self.drafted, self.age, self.arm, self.kept = 1.0, 1.0, 0, 0, arms[-1], 0.0
         # plain rounds to come, between two probes, and when it last came back; those that wait for what a probe found
         self.rest, self.interval, self.last, self.waits = 0, 0, 4, 0
-        self.strangers = 0          # requests that have come since a probe won
+        self.strangers = 0          # requests that have come since drafting paid
         # what drafting has lost, in plain rounds, where what it wins counts only as far as it makes up for losses (Page's test); and won
         self.lost, self.won = LIMIT - 2.0, 0.0         # a draft that nobody knows may lose less
 
@@ -65,9 +66,10 @@ class Curve:
         elif depth:
             self.level = toward(self.level, level / self.base, 1 / 16) if level else self.level
             self.first = toward(self.first, max(drafting / self.base - self.level * (depth - 1), self.first / 2), 1 / 16)
+        seconds = max(seconds - drafting, 0.1 * self.base)
         if self.trials:
-            return self._try(depth, nodes, seconds - drafting)
-        cost = self._average(nodes if depth else PLAIN, max(seconds - drafting, 0.1 * self.base))
+            return self._try(depth, nodes, seconds)
+        cost = self._average(nodes if depth else PLAIN, seconds)
         if not depth:
             self.rest = max(self.rest - 1, 0)
             return
@@ -77,7 +79,8 @@ class Curve:
         spent, won = cost + drafting / self.base, 0.0
         self.spent += (spent - self.spent) * share
         if counts:
-            self.kept += (nodes / (self.nodes * self.requests) - self.kept) / 8 * (depth == self.steps)
+            kept = min(nodes / (self.nodes * len(counts)), 1) if depth == self.steps else self.kept
+            self.kept = kept if kept < self.kept > WHOLE else self.kept + (kept - self.kept) / 8      # a round that is not cut says nothing
             gain = sum(counts) / len(counts)
             self.gain += (gain - self.gain) * share
             won = gain - spent / self.plain
@@ -91,16 +94,16 @@ class Curve:
             self._decide(won)
 
     def newcomer(self):
-        """Another request, perhaps another text: it is probed at once, two or three times, as many a text begins badly; where PATIENCE of them
-        have found nothing, once."""
+        """Another request, perhaps another text: it is probed at once and, as many a text begins badly, again until 0.7 plain rounds are lost;
+        0.2 where probes of PATIENCE requests have won nothing."""
         self.strangers = self.strangers + 1 if self.interval else 0
-        self.rest, self.interval = 0, min(self.interval, 16)
+        self.rest, self.waits, self.interval = 0, 0, min(self.interval, 16)
         self.lost = min(self.lost, LIMIT - (0.7 if self.strangers < PATIENCE else 0.2))
 
     @property
     def uncut(self):
         """Whether next to nothing was cut off the last trees: then cutting is not worth its launches, but for one look in OTHER rounds."""
-        return self.kept > 0.97 and self.drafted % OTHER > 0
+        return self.kept > WHOLE and self.drafted % OTHER > 0
 
     @property
     def plain(self):

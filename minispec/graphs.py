@@ -1,4 +1,4 @@
-"""A round as one CUDA graph, captured once per batch size and depth, replayed with no word from the host until what was accepted is read."""
+"""A round as one CUDA graph, captured once per batch size, kind of choice and depth, replayed with no word from the host until it is read."""
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -148,8 +148,8 @@ class Graphs:
     def warm(self, progress):
         """Capture every greedy size now, so that no request pays for it. progress(done, total, what)."""
         sizes = {self.size(count) for count in range(1, self.runner.max_batch + 1)}
-        arms = [(arm, False) for arm in ([0, READ, *self.runner.adaptive.arms] if self.runner.adaptive else [self.runner.shape.steps])]
-        arms += [(self.runner.shape.steps, True)] if self.runner.adaptive else []
+        steps, adaptive = self.runner.shape.steps, self.runner.adaptive
+        arms = [*((arm, False) for arm in (0, READ, *adaptive.arms)), (steps, True)] if adaptive else [(steps, False)]
         rounds = [(size, *arm) for size in sorted(sizes) for arm in arms]
         for done, (size, *arm) in enumerate(rounds, 1):
             self.round(size, False, *arm)

@@ -123,17 +123,19 @@ class Runner:
         return self.graphs.flights if self.graphs else []
 
     def plan(self, requests, ahead=False):
-        """What rank 0 decides of the rounds that this step starts, and tells the others: for each adapt.Adaptive.plan, or the fixed shape.
+        """Yields what rank 0 decides of the rounds that this step starts, and tells the others: for each adapt.Adaptive.plan, or the fixed shape.
 
         The step's own, unless it is under way. ahead: and the next one, so that the GPU goes on while the host reads and plans: if it is
-        captured and of the same requests, one of which cannot end before, and no costs are tried. It is thought of when the first has started.
+        captured and of the same requests, one of which cannot end before, and no costs are tried. Alone the first starts before it is planned.
 
             host   start 1, start 2 | read 1, start 3 | read 2, start 4 | ...        GPU   round 1 | round 2 | round 3 | ...
         """
         captured, size = kind = self._kind(requests)
         one = partial(self.adaptive.plan, *kind, requests) if self.adaptive else lambda: [self.shape.steps]
-        first, requested = (self.flights[0].plan, self.flights[0].requests) if self.flights else (one(), requests)
-        if not self.flights:
+        if self.flights:
+            first, requested = self.flights[0].plan, self.flights[0].requests
+        else:
+            first, requested = one(), requests
             yield first
         left = max(request.room for request in requests) - first[0] - 1      # at least: the last few tokens want a tree of their own
         lasts = requested == requests and left > (self.adaptive is not None and first[0] > 0)

@@ -325,6 +325,29 @@ def test_no_level_is_drafted_that_nobody_has_room_for(captured, depths):
     assert found == depths
 
 
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_a_tree_is_cut_where_that_pays(share):
+    """Where looks find nothing to cut only one round in OTHER is one; it goes by prices of then. Where they do all are cut."""
+    adaptive, request = Adaptive(Shape(4, 2, "auto"), torch.device("cpu")), SimpleNamespace(room=90)
+    adaptive.plan(True, 1, [request])
+    curve = adaptive.curves[True, 1]
+    curve.trials, curve.cost, curve.base, curve.seen, curve.age = [], {PLAIN: 1.0, 14: 1.1}, 1.0, {PLAIN: 9, 14: 9}, 3
+    plans = []
+    for _ in range(600):
+        plans.append(adaptive.plan(True, 1, [request]))
+        adaptive.saw(True, 1, plans[-1][0], 14 if len(plans[-1]) == 2 else round(14 * share), [5], 1.3)
+        adaptive.look()
+    uncut = [plan == [4, True] for plan in plans]
+    assert all(plan[0] == 4 for plan in plans) and (uncut[100:].count(True) > 480 if share == 1 else not any(uncut)), uncut.count(True)
+    looks = [plan for before, plan in zip(plans, plans[1:]) if before == [4, True] != plan]
+    assert len(looks) >= (8 if share == 1 else 0) and all(len(plan) == 3 for plan in looks)
+    if share == 1:
+        adaptive.saw(True, 1, 4, 10, [1], 1.3)
+        adaptive.look()
+        assert 4.9 < curve.gain < 5, "one round of 64"
+        assert [4, True] not in [adaptive.plan(True, 1, [request]) for _ in range(3)]
+
+
 @pytest.fixture
 def costs(monkeypatch):
     """costs(row, level): a world in which a row and a level of the draft cost that share of a plain round, so that no clock decides."""
@@ -444,6 +467,35 @@ def test_replayed_rounds(row, level, checkpoints, costs, replayed):
         seen = [sum(curve.seen.get(n, 0) for curve in curves.values()) for n in (PLAIN, *range(16))]
         assert seen[0] > (60 if row > 0.1 else 3) and sum(seen[1:]) > 20
         assert ([4, True] in plans) == (not row) and any(plan[0] and plan != [4, True] for plan in plans)
+
+
+def test_when_rounds_are_planned_and_queued(checkpoints, costs, replayed, monkeypatch):
+    """The second round of a request is planned when the first has started; the last round of the one before it is looked at while its prompt
+    is read; none is queued behind one after which only a token or two may be left."""
+    costs(0.0, 0.0)
+    target, done, ahead = checkpoints.target(), [], []
+    start, plan = graphs.Round.start, Adaptive.plan
+
+    def started(self, requests, follows):
+        done.append("start")
+        for flight in engine.runner.flights:
+            ahead.append((flight.plan[0], requests[0].room - flight.plan[0] - 1))
+        return start(self, requests, follows)
+    monkeypatch.setattr(graphs.Round, "start", started)
+    monkeypatch.setattr(Adaptive, "plan", lambda *args: done.append("plan") or plan(*args))
+    with Engine(target, checkpoints.fitted(target, **DIALECTS["torchspec"]), max_batch=1, **AUTO) as engine:
+        replayed(engine)
+        for size in range(20, 32):
+            engine.generate([7, 301, 45], SamplingParams(max_tokens=size, ignore_eos=True))
+        assert engine.runner.adaptive.unseen
+        stream = engine.stream([7, 301, 45], SamplingParams(max_tokens=30, ignore_eos=True))
+        next(stream)
+        assert engine.runner.adaptive.unseen is None
+        done.clear()
+        next(stream)
+        assert done == ["plan", "start", "plan", "start"]
+        stream.close()
+    assert len(ahead) > 20 and all(left > (depth > 0) for depth, left in ahead) and min(left for depth, left in ahead if depth) == 2
 
 
 @pytest.mark.parametrize("options", [dict(nodes="many"), dict(nodes="auto", draft="none"), dict(nodes=[4])])

@@ -47,6 +47,8 @@ class World:
         self.left -= 1
         if not self.now[0]:
             return [0]
+        if captured and self.now == [4] and self.g.random() < 0.5:
+            return [4, True]
         nodes, budget = self.g.randint(1, 6), self.engine.runner.adaptive.budget(size)
         price = [0.0] * (nodes + 1) + [adapt.NEVER] * (len(budget.price) - nodes - 1)
         return [*self.now, price, 0.0] if self.g.random() < 0.5 or not captured else self.now

@@ -181,6 +181,24 @@ def test_who_shares_a_closed_engines_models_goes_on(steps, pair):
     assert ids + [token for event in events for token in event.ids] == whole.ids and sum(event.accepted for event in events) >= 5 * (steps > 0)
 
 
+def test_events_are_read_before_they_are_recorded_again(pair, monkeypatch):
+    _, replayed = pair("chain", max_batch=2)
+    start, reads = graphs.Round.start, []
+
+    def started(self, requests, follows):
+        slot, read = self.places.turn % graphs.SLOTS, start(self, requests, follows)
+        then = [event.at for event in self.places.events[slot]]
+
+        def later():
+            reads.append(slot)
+            assert [event.at for event in self.places.events[slot]] == then
+            return read()
+        return later
+    monkeypatch.setattr(graphs.Round, "start", started)
+    replayed.generate([[7, 301], [5, 6, 7]], GREEDY)
+    assert set(reads) == set(range(graphs.SLOTS))
+
+
 def test_nothing_is_uploaded_while_the_requests_stay(pair, monkeypatch):
     """One tensor a change of company, of table and state."""
     _, replayed = pair("chain", max_batch=2)
