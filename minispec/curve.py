@@ -94,11 +94,11 @@ class Curve:
             self._decide(won)
 
     def newcomer(self):
-        """Another request, perhaps another text: it is probed at once and, as many a text begins badly, again until 0.7 plain rounds are lost;
+        """Another request, perhaps another text: it is probed at once and, as many a text begins badly, again until 0.8 plain rounds are lost;
         0.2 where probes of PATIENCE requests have won nothing."""
         self.strangers = self.strangers + 1 if self.interval else 0
         self.rest, self.waits, self.interval = 0, 0, min(self.interval, 16)
-        self.lost = min(self.lost, LIMIT - (0.7 if self.strangers < PATIENCE else 0.2))
+        self.lost = min(self.lost, LIMIT - (0.8 if self.strangers < PATIENCE else 0.2))
 
     @property
     def uncut(self):

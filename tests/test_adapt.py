@@ -254,7 +254,7 @@ def test_rounds_that_are_under_way_when_a_draft_rests():
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_patience_with_new_requests_ends_and_comes_back(whole):
-    """Two or three probes at the begin of a request, one where many have found nothing; after one that won as before."""
+    """Two to four probes at the begin of a request, one where many have found nothing; after one that won as before."""
     curve, true, never = Curve(1, 15, ARMS if whole else ARMS[-1:], whole), lambda n: 1 + 0.05 * n, chain([0] * 6)
     world(curve, 300, true, never, level=0.2)
 
@@ -262,10 +262,10 @@ def test_patience_with_new_requests_ends_and_comes_back(whole):
         curve.newcomer()
         return sum(depth > 0 for depth in world(curve, 25, true, accept, level=0.2)[2])
     first, then = [probes(never) for _ in range(PATIENCE - 1)], [probes(never) for _ in range(5)]
-    assert set(first) <= {2, 3} and set(then) == {1}, (first, then)
+    assert set(first) <= {2, 3, 4} and set(then) == {1}, (first, then)
     assert probes(chain([1] * 6)) > 9
     world(curve, 100, true, never, level=0.2)
-    assert curve.interval and probes(never) in (2, 3)
+    assert curve.interval and probes(never) in (2, 3, 4)
 
 
 @pytest.mark.parametrize("row, level", itertools.product((0.003, 0.02, 0.08), (0.03, 0.1, 0.3)))
