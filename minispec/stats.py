@@ -44,7 +44,7 @@ class Acceptance:
         yield f"acceptance length {length}: {DEFINITION}"
         if self.tried:
             rates = " ".join("-" if r is None else f"{r:.3f}" for r in self.by_depth)
-            yield f"acceptance by depth (given that every depth before it was accepted) {rates}"
+            yield f"acceptance by depth (given that every depth before it was accepted; drafted or not) {rates}"
 
     def as_dict(self):
         return {"rounds": self.rounds, "emitted": self.emitted, "acceptance_length": self.length, "by_depth": self.by_depth}
