@@ -100,8 +100,8 @@ def heads_front(x, weight, norm, eps, *, index, second, norm2, take, q_norm, k_n
     if not rows:
         return out
     x, second = x.flatten(0, -2), None if named["second"] is None else named["second"].flatten(0, -2)
-    c, half = configure(*weight.shape, x.element_size()), max(8, power_of_two(depth // 2))
-    half = 8 if fused and q_norm is None else half          # a head's norm asks for all of it
+    c = configure(*weight.shape, x.element_size())
+    half = 8 if fused and q_norm is None else max(8, power_of_two(depth // 2))      # a head's norm asks for all of it
     _heads_front[(heads + 2 * kv_heads) * -(-depth // 2 // half), -(-rows // ROWS)](
         x, second, norm, named["norm2"], weight.contiguous(), named["index"], named["take"], q_norm, k_norm, angles.cos, angles.sin,
         angles.positions, slots, cache, out, rows, x.stride(0), 0 if second is None else second.stride(0), *cache.stride()[:2], eps, H=heads,

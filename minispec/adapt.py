@@ -66,20 +66,21 @@ class Adaptive:
         if new:
             curve.newcomer()
         self.newest, (depth, nodes) = requests[-1], curve()
-        if nodes is None:       # no deeper than there is room for
-            most = min(depth, max(request.room for request in requests) - 1)
-            depth = min(arm for arm in (0, *curve.arms) if arm >= most) if curve.whole else most
+        if depth and nodes is not None:         # its cost is tried
+            self.usual = self.sent = None
+            return [depth, [0.0] * (nodes + 1) + [NEVER] * (size * curve.nodes - nodes), 0.0]
+        most = min(depth, max(request.room for request in requests) - 1)        # no deeper than there is room for
+        depth = min(arm for arm in (0, *curve.arms) if arm >= most) if curve.whole else most
         if not depth:
             return [0]
-        if captured and nodes is None and depth == self.shape.steps and curve.uncut:
+        if captured and depth == self.shape.steps and curve.uncut:
             self.usual = None       # what is cut next is cut by the prices of then
             return [depth, True]
-        usual, self.usual, self.sent = self.usual, None, (captured, size) if nodes is None else None
-        if self.sent and usual == self.sent and curve.age % (4 * REFRESH if curve.whole else REFRESH):         # an upload, there
-            self.usual = usual
+        if self.usual == (captured, size) and curve.age % (4 * REFRESH if curve.whole else REFRESH):       # an upload, there
             return [depth]
-        price, level = curve.prices(len(requests)) if nodes is None else ([0.0] * (nodes + 1) + [NEVER] * (size * curve.nodes - nodes), 0.0)
-        if nodes is None and curve.whole:
+        self.usual, self.sent = None, (captured, size)
+        price, level = curve.prices(len(requests))
+        if curve.whole:
             price[0] = NEVER            # what verifies nothing learns nothing
         return [depth, price, level]
 

@@ -4,8 +4,8 @@ from itertools import accumulate
 PLAIN = -1          # where others say how many nodes a round verified
 LONG, SHORT = 64, 4         # rounds over which gains are averaged; that an average is held to be of when drafting begins again
 LIMIT = 6           # plain rounds that drafting may lose before it rests
-PATIENCE = 8        # requests in a row that are met with credit
-WHOLE = 0.97        # the share of nodes from which on a tree is not cut
+STRANGERS = 8       # requests in a row that are met with credit
+UNCUT = 0.97        # the share of nodes from which on a tree is not cut
 PROBE = 128         # plain rounds between two probes at most, from 8 on
 REFRESH = 4         # rounds between two looks at the prices
 OTHER = 64          # rounds between two that draft further than seems to pay
@@ -21,7 +21,7 @@ class Curve:
     """Costs and gains of one batch size. Costs are relative to `base`, seconds, which follows the machine's changes in speed: a slow
     minute makes no row count look dear. cost: of verifying n nodes; first, level: of drafting one level, and another; hits: the share of
     rounds with all levels before accepted in which this one is accepted too; wide: nodes that a level has verified; kept: the share of nodes
-    that the last whole trees verified; gain, spent: tokens a request and cost of a drafted round.
+    that the last of the deepest trees verified; gain, spent: tokens a request and cost of a drafted round.
 
     arms: levels that can be asked for, ascending. whole: a tree has all levels that it was asked for, and the host cannot look inside; else
     there is one arm, the draft ends where it does not promise enough, expands no more than pays, and says what it took.
@@ -79,8 +79,9 @@ class Curve:
         spent, won = cost + drafting / self.base, 0.0
         self.spent += (spent - self.spent) * share
         if counts:
-            kept = min(nodes / (self.nodes * len(counts)), 1) if depth == self.steps else self.kept
-            self.kept = kept if kept < self.kept > WHOLE else self.kept + (kept - self.kept) / 8      # a round that is not cut says nothing
+            if depth == self.steps:
+                kept = min(nodes / (self.nodes * len(counts)), 1)
+                self.kept = kept if kept < self.kept > UNCUT else self.kept + (kept - self.kept) / 8      # what is not cut says nothing
             gain = sum(counts) / len(counts)
             self.gain += (gain - self.gain) * share
             won = gain - spent / self.plain
@@ -95,15 +96,15 @@ class Curve:
 
     def newcomer(self):
         """Another request, perhaps another text: it is probed at once and, as many a text begins badly, again until 0.8 plain rounds are lost;
-        0.2 where probes of PATIENCE requests have won nothing."""
+        0.2 where probes of STRANGERS requests have won nothing."""
         self.strangers = self.strangers + 1 if self.interval else 0
         self.rest, self.waits, self.interval = 0, 0, min(self.interval, 16)
-        self.lost = min(self.lost, LIMIT - (0.8 if self.strangers < PATIENCE else 0.2))
+        self.lost = min(self.lost, LIMIT - (0.8 if self.strangers < STRANGERS else 0.2))
 
     @property
     def uncut(self):
         """Whether next to nothing was cut off the last trees: then cutting is not worth its launches, but for one look in OTHER rounds."""
-        return self.kept > WHOLE and self.drafted % OTHER > 0
+        return self.kept > UNCUT and self.drafted % OTHER > 0
 
     @property
     def plain(self):

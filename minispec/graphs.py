@@ -1,4 +1,4 @@
-"""A round as one CUDA graph, captured once per batch size, kind of choice and depth, replayed with no word from the host until it is read."""
+"""A round as one CUDA graph, captured once per batch size and depth, greedy or sampled, replayed with no word from the host until it is read."""
 from dataclasses import replace
 from functools import partial
 from itertools import chain

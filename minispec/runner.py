@@ -126,7 +126,7 @@ class Runner:
         """Yields what rank 0 decides of the rounds that this step starts, and tells the others: for each adapt.Adaptive.plan, or the fixed shape.
 
         The step's own, unless it is under way. ahead: and the next one, so that the GPU goes on while the host reads and plans: if it is
-        captured and of the same requests, one of which cannot end before, and no costs are tried. Alone the first starts before it is planned.
+        captured and of the same requests, one of which cannot end before, and no costs are tried. Alone the first starts before the next is planned.
 
             host   start 1, start 2 | read 1, start 3 | read 2, start 4 | ...        GPU   round 1 | round 2 | round 3 | ...
         """
@@ -138,7 +138,7 @@ class Runner:
             first, requested = one(), requests
             yield first
         left = max(request.room for request in requests) - first[0] - 1      # at least: the last few tokens want a tree of their own
-        lasts = requested == requests and left > (self.adaptive is not None and first[0] > 0)
+        lasts = requested == requests and left > bool(self.adaptive and first[0])
         if ahead and captured and lasts and self.graphs.ahead and not (self.adaptive and self.adaptive.trying(*kind)):
             yield one()
 

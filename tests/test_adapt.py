@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from minispec import Engine, MinispecError, SamplingParams, adapt, graphs
 from minispec.adapt import Adaptive
-from minispec.curve import LIMIT, PATIENCE, PLAIN, Curve
+from minispec.curve import LIMIT, PLAIN, STRANGERS, Curve
 from minispec.kernels.growth import AHEAD, Growth
 from minispec.kernels.prune import BINS, PRIOR, factors, learn, prune
 from minispec.speculate import Shape
@@ -261,7 +261,7 @@ def test_patience_with_new_requests_ends_and_comes_back(whole):
     def probes(accept):
         curve.newcomer()
         return sum(depth > 0 for depth in world(curve, 25, true, accept, level=0.2)[2])
-    first, then = [probes(never) for _ in range(PATIENCE - 1)], [probes(never) for _ in range(5)]
+    first, then = [probes(never) for _ in range(STRANGERS - 1)], [probes(never) for _ in range(5)]
     assert set(first) <= {2, 3, 4} and set(then) == {1}, (first, then)
     assert probes(chain([1] * 6)) > 9
     world(curve, 100, true, never, level=0.2)
